@@ -1,0 +1,351 @@
+"""The fleet as its operators declare it: sites, models, classes, tenants, network. Parsed from `fleet.toml`.
+
+Decides nothing at run time; it says what is allowed and what is promised, and refuses a file that could be read in
+two ways. Residency and permission fail closed: a tenant without an explicit `zones` list is an error here, and
+`site_denial` says yes only where every rule could be evaluated and said yes. Knows no I/O: `parse`
+takes the file's bytes.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from tokenfleet_schemas.tokens import slug
+
+NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$")
+SLUG_PATTERN = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
+
+
+class FleetError(ValueError):
+    """The fleet file is wrong: says where and why, one finding per line."""
+
+    def __init__(self, findings: list[str]) -> None:
+        super().__init__("fleet.toml: " + "; ".join(findings))
+        self.findings = findings
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file: an unknown key is a mistake and is refused."""
+
+
+class FleetInfo(Table, frozen=True, kw_only=True):
+    """`[fleet]`: what holds for the whole fleet."""
+
+    name: str
+    #: class of a request that declares none
+    default_class: str
+    #: largest request body a gateway reads, bytes
+    max_body_bytes: int = 32 * 1024 * 1024
+    #: accountant's windows, seconds
+    windows_s: tuple[int, ...] = (10, 60, 300)
+
+
+class Policy(Table, frozen=True, kw_only=True):
+    """`[policy]`: which decision rules run; reloaded without a restart (SIGHUP or a changed file)."""
+
+    #: TokenPilot. `least-work` holds requests beyond the look-ahead; `round-robin` assigns at once, in turn
+    placement: Literal["least-work", "round-robin"] = "least-work"
+    #: FleetMind. `home-first` diverts above the load ceiling; `round-robin` takes allowed sites in turn
+    sites: Literal["home-first", "round-robin"] = "home-first"
+    #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid
+    admission: Literal["pools", "none"] = "pools"
+
+
+class Instance(Table, frozen=True, kw_only=True):
+    """One engine replica: `[sites.X.instances.NAME]`. Names are unique over the fleet."""
+
+    model: str
+    version: str
+    url: str
+    engine: Literal["vllm", "sglang"] = "vllm"
+    #: name of the credential that gateways send; never the credential itself
+    credential: str = ""
+    #: zones whose gateways can reach `url`; `*` for all
+    routable_from: tuple[str, ...] = ("*",)
+    gpus: int = 1
+    #: prompt tokens an engine computes per step at most (vLLM: max_num_batched_tokens)
+    token_budget: int = 2048
+    #: sequences it runs at once at most (vLLM: max_num_seqs)
+    max_sequences: int = 256
+    #: KV capacity in tokens; 0 means unknown until the engine says it
+    kv_tokens: int = 0
+    #: prior for the prefill rate until it has been observed, tokens/s; 0 means unknown
+    prefill_tokens_per_s: float = 0.0
+    #: hardware profile of an emulated instance (`tokenfleet.engine_model.profiles`); empty for a real engine
+    profile: str = ""
+    #: emulator only: its admin port (faults on command); 0 picks a free one
+    admin_port: int = 0
+
+
+class Site(Table, frozen=True, kw_only=True):
+    """`[sites.NAME]`: one datacenter, possibly an entry without GPUs."""
+
+    zone: str
+    #: has a gateway for clients
+    entry: bool = False
+    #: ordered home sites per model, for requests that enter here
+    homes: dict[str, tuple[str, ...]] = {}
+    gpus: int = 0
+    #: above this share of its room a site takes no diverted work
+    load_ceiling: float = 0.85
+    instances: dict[str, Instance] = {}
+
+
+class Model(Table, frozen=True, kw_only=True):
+    """`[models.NAME]`: what clients may ask for. `NAME@VERSION` asks for an exact version."""
+
+    versions: tuple[str, ...]
+    default_version: str
+    max_model_len: int
+    #: `bytes` (one token a UTF-8 byte), `engine` (ask the instance's /tokenize) or a path to a tokenizer.json
+    tokenizer: str = "engine"
+    #: `chatml` or a path to a jinja chat template
+    chat_template: str = "chatml"
+
+
+class ServiceClass(Table, frozen=True, kw_only=True):
+    """`[classes.NAME]`: the service objectives of a class and how it is served. Times in milliseconds."""
+
+    #: time to first token; null: no objective
+    ttft_ms: float | None = None
+    #: mean time per output token after the first; null: no objective
+    tpot_ms: float | None = None
+    #: whole answer; a request's own deadline may only tighten it
+    e2e_ms: float | None = None
+    #: 0 is served first
+    tier: int = 1
+    #: longest hold before refusal; never above 300,000
+    patience_ms: float = 30_000
+    #: guaranteed share of a pool's released work, relative to the other classes
+    share: float = 1.0
+    #: refused at once at saturation instead of held
+    sheddable: bool = False
+    #: holds per (site, model version) beyond which newcomers of the class are refused
+    max_held: int = 1000
+
+
+class Tenant(Table, frozen=True, kw_only=True):
+    """`[tenants.NAME]`: what its keys are entitled to. `zones` has no default: residency is always explicit."""
+
+    zones: tuple[str, ...]
+    classes: tuple[str, ...]
+    default_class: str = ""
+    models: tuple[str, ...] = ("*",)
+    sites: tuple[str, ...] = ("*",)
+    #: open requests at once, over all its keys; 0: no limit
+    max_concurrent: int = 0
+    #: tokens (input + output budget) reserved per minute; 0: no limit
+    tokens_per_minute: int = 0
+    #: share prefix caches with other tenants that also say so
+    share_prefix: bool = False
+
+
+class _File(Table, frozen=True, kw_only=True):
+    fleet: FleetInfo
+    policy: Policy = Policy()
+    sites: dict[str, Site]
+    models: dict[str, Model]
+    classes: dict[str, ServiceClass]
+    tenants: dict[str, Tenant] = {}
+    #: round-trip times between sites, ms: `[network.rtt_ms]  a-b = 5`
+    network: dict[str, dict[str, float]] = {}
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked fleet. Every name that another table uses exists; every instance name is unique."""
+
+    info: FleetInfo
+    policy: Policy
+    sites: dict[str, Site]
+    models: dict[str, Model]
+    classes: dict[str, ServiceClass]
+    tenants: dict[str, Tenant]
+    rtt: dict[tuple[str, str], float]
+
+    def rtt_ms(self, one: str, other: str) -> float | None:
+        """Configured round-trip time between two sites, ms; 0 within one; None if nobody said."""
+        if one == other:
+            return 0.0
+        found = self.rtt.get((one, other))
+        return found if found is not None else self.rtt.get((other, one))
+
+    def resolve_model(self, asked: str) -> tuple[str, str] | None:
+        """`NAME` or `NAME@VERSION` as a client asks for it → (model, exact version); None if unknown."""
+        if asked in self.models:
+            return asked, self.models[asked].default_version
+        name, at, version = asked.rpartition("@")
+        if at and name in self.models and version in self.models[name].versions:
+            return name, version
+        return None
+
+    def pools(self, site: str) -> dict[tuple[str, str], list[str]]:
+        """(model, version) → declared instance names at a site, in name order."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for name, instance in sorted(self.sites[site].instances.items()):
+            found.setdefault((instance.model, instance.version), []).append(name)
+        return found
+
+    def instance_site(self, name: str) -> str | None:
+        """The site that declares an instance."""
+        return next((s for s, site in self.sites.items() if name in site.instances), None)
+
+    def site_denial(self, tenant: str, model: str, site: str) -> str:
+        """Why this tenant's data for this model may not go to this site; empty when it may.
+
+        One of `unknown_tenant`, `unknown_site`, `model_not_permitted`, `site_not_permitted`, `residency`.
+        A rule that cannot be evaluated denies.
+        """
+        who, where = self.tenants.get(tenant), self.sites.get(site)
+        if who is None:
+            return "unknown_tenant"
+        if where is None:
+            return "unknown_site"
+        if "*" not in who.models and model not in who.models:
+            return "model_not_permitted"
+        if "*" not in who.sites and site not in who.sites:
+            return "site_not_permitted"
+        if "*" not in who.zones and where.zone not in who.zones:
+            return "residency"
+        return ""
+
+    def home_order(self, entry: str, model: str) -> list[str]:
+        """Home sites of an entry for a model in order, then every other site by round-trip time, unknown last."""
+        homes = list(self.sites[entry].homes.get(model, ())) if entry in self.sites else []
+        others = [s for s in self.sites if s not in homes and self.sites[s].instances]
+
+        def distance(site: str) -> tuple[float, str]:
+            rtt = self.rtt_ms(entry, site)
+            return (float("inf") if rtt is None else rtt, site)
+
+        return homes + sorted(others, key=distance)
+
+
+def parse(data: bytes, *, source: str = "fleet.toml") -> Fleet:
+    """Read and check a fleet file.
+
+    Raises `FleetError` naming every finding: bad TOML, unknown keys, dangling names, duplicate instances, impossible
+    numbers, two names with one subject token.
+    """
+    try:
+        raw = msgspec.toml.decode(data, type=_File)
+    except msgspec.DecodeError as error:  # a ValidationError is one too: it says the path of the key
+        raise FleetError([f"{source}: {error}"]) from None
+    return _check(raw)
+
+
+def _check(raw: _File) -> Fleet:
+    findings: list[str] = []
+
+    def expect(ok: bool, what: str) -> None:
+        if not ok:
+            findings.append(what)
+
+    slugs: dict[tuple[str, str], str] = {}
+    for kind, names in (
+        ("sites", raw.sites),
+        ("models", raw.models),
+        ("classes", raw.classes),
+        ("tenants", raw.tenants),
+        ("instances", {n: 0 for site in raw.sites.values() for n in site.instances}),
+    ):
+        for name in names:
+            if not NAME_PATTERN.match(name):
+                findings.append(f"{kind}.{name!r}: not a usable name")
+            first = slugs.setdefault((kind, slug(name)), name)
+            expect(first == name, f"{kind}: {name!r} and {first!r} would share one subject token")
+    seen: dict[str, str] = {}
+    for site_name, site in raw.sites.items():
+        where = f"sites.{site_name}"
+        expect(0 < site.load_ceiling <= 1, f"{where}.load_ceiling must be in (0, 1]")
+        for model, homes in site.homes.items():
+            expect(model in raw.models, f"{where}.homes: unknown model {model!r}")
+            for home in homes:
+                expect(home in raw.sites, f"{where}.homes: unknown site {home!r}")
+        for name, instance in site.instances.items():
+            at = f"{where}.instances.{name}"
+            expect(name not in seen, f"{at}: also declared at site {seen.get(name)!r}")
+            seen[name] = site_name
+            expect(instance.url.startswith(("http://", "https://")), f"{at}.url must be http(s)")
+            expect(instance.token_budget > 0, f"{at}.token_budget must be positive")
+            expect(instance.max_sequences > 0, f"{at}.max_sequences must be positive")
+            declared = raw.models.get(instance.model)
+            if declared is None:
+                findings.append(f"{at}: unknown model {instance.model!r}")
+            elif instance.version not in declared.versions:
+                findings.append(f"{at}: {instance.model!r} has no version {instance.version!r}")
+    for name, entry in raw.models.items():
+        expect("@" not in name, f"models.{name}: '@' separates model and version")
+        expect(
+            entry.default_version in entry.versions,
+            f"models.{name}.default_version is not one of its versions",
+        )
+        expect(entry.max_model_len > 0, f"models.{name}.max_model_len must be positive")
+        tokens = {slug(v) for v in entry.versions}
+        expect(len(tokens) == len(entry.versions), f"models.{name}: versions share a subject token")
+    expect(bool(raw.classes), "classes: at least one is needed")
+    expect(
+        raw.fleet.default_class in raw.classes,
+        f"fleet.default_class: unknown class {raw.fleet.default_class!r}",
+    )
+    for name, cls in raw.classes.items():
+        expect(0 < cls.patience_ms <= 300_000, f"classes.{name}.patience_ms must be in (0, 300000]")
+        expect(cls.share > 0, f"classes.{name}.share must be positive: no class may starve")
+        for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
+            value = getattr(cls, key)
+            expect(value is None or value > 0, f"classes.{name}.{key} must be positive")
+    zones = {site.zone for site in raw.sites.values()}
+    for name, tenant in raw.tenants.items():
+        where = f"tenants.{name}"
+        expect(bool(tenant.zones), f"{where}.zones: name the allowed zones, or '*'")
+        for zone in tenant.zones:
+            expect(zone == "*" or zone in zones, f"{where}.zones: no site is in zone {zone!r}")
+        expect(bool(tenant.classes), f"{where}.classes: at least one is needed")
+        for cls_name in tenant.classes:
+            expect(cls_name in raw.classes, f"{where}.classes: unknown class {cls_name!r}")
+        if tenant.default_class:
+            expect(
+                tenant.default_class in tenant.classes,
+                f"{where}.default_class is not one of its classes",
+            )
+        for model_name in tenant.models:
+            expect(
+                model_name == "*" or model_name in raw.models,
+                f"{where}.models: unknown model {model_name!r}",
+            )
+        for site_name in tenant.sites:
+            expect(
+                site_name == "*" or site_name in raw.sites,
+                f"{where}.sites: unknown site {site_name!r}",
+            )
+    expect(set(raw.network) <= {"rtt_ms"}, "network: only [network.rtt_ms] is known")
+    rtt: dict[tuple[str, str], float] = {}
+    for pair, value in raw.network.get("rtt_ms", {}).items():
+        ends = _split_pair(pair, raw.sites)
+        if ends is None:
+            findings.append(f"network.rtt_ms: {pair!r} is not SITE-SITE")
+            continue
+        expect(value >= 0, f"network.rtt_ms.{pair} must not be negative")
+        rtt[ends] = value
+    if findings:
+        raise FleetError(findings)
+    return Fleet(
+        info=raw.fleet,
+        policy=raw.policy,
+        sites=raw.sites,
+        models=raw.models,
+        classes=raw.classes,
+        tenants=raw.tenants,
+        rtt=rtt,
+    )
+
+
+def _split_pair(pair: str, sites: Mapping[str, Any]) -> tuple[str, str] | None:
+    """`a-b` → (a, b); site names may themselves hold dashes, so every split is tried."""
+    parts = pair.split("-")
+    for cut in range(1, len(parts)):
+        one, other = "-".join(parts[:cut]), "-".join(parts[cut:])
+        if one in sites and other in sites:
+            return one, other
+    return None
