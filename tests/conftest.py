@@ -17,6 +17,7 @@ postgres_server      function  an embedded `PostgresServer` of one's own, likewi
 """
 
 import asyncio
+import functools
 import itertools
 import os
 import subprocess
@@ -44,51 +45,27 @@ def run_apart(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(main())
 
 
-def docker_engine() -> Any | None:
-    """A client of the Docker engine that answers here, or None."""
-    # no helper container that would have to be pulled, and ports are looked for on the engine's host even where this
-    # process runs in a container itself
-    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
-    os.environ.setdefault("TESTCONTAINERS_CONNECTION_MODE", "docker_host")
+def docker(*words: str, timeout_s: float = 20) -> bool:
+    """Whether this docker command works here; False too where there is no docker."""
     try:
-        import docker
-
-        client = docker.from_env(timeout=10)
-        client.ping()
-    except Exception:
-        # many kinds (no socket, no rights, a proxy that answers with a page), one meaning
-        return None
-    return client
-
-
-def _image_available(client: Any, image: str) -> bool:
-    import docker
-
-    try:
-        client.images.get(image)
-        return True
-    except docker.errors.ImageNotFound:
-        pass
-    try:
-        subprocess.run(["docker", "pull", "-q", image], check=True, timeout=120, capture_output=True)
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(["docker", *words], timeout=timeout_s, capture_output=True, check=False)
+    except (OSError, subprocess.TimeoutExpired):
         return False
-    return True
+    return done.returncode == 0
+
+
+@functools.cache
+def docker_answers() -> bool:
+    """Whether a Docker engine answers."""
+    return docker("version", "--format", "{{.Server.Version}}")
 
 
 def _in_docker(image: str) -> bool:
     wish = os.environ.get("TOKENFLEET_TEST_SERVERS", "auto")
     if wish == "embedded":
         return False
-    client = docker_engine()
-    if client is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                if _image_available(client, image):
-                    return True
-            finally:
-                client.close()
+    if docker_answers() and (docker("image", "inspect", image) or docker("pull", "-q", image, timeout_s=120)):
+        return True
     if wish == "docker":
         raise pytest.UsageError(f"TOKENFLEET_TEST_SERVERS=docker, but no engine answers with {image}")
     return False
@@ -96,6 +73,10 @@ def _in_docker(image: str) -> bool:
 
 def _container(image: str, port: int, ready: str, **settings: Any) -> Iterator[tuple[str, int]]:
     """A running container: (host, published port)."""
+    # no helper container that would have to be pulled, and ports are looked for on the engine's host even where this
+    # process runs in a container itself
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
+    os.environ.setdefault("TESTCONTAINERS_CONNECTION_MODE", "docker_host")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from testcontainers.core.container import DockerContainer
