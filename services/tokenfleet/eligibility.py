@@ -1,0 +1,184 @@
+"""Which sites may and can serve a request, and why the others are out: one filter for every road and every fallback.
+
+Decides eligibility only: permission and residency (`Fleet.site_denial`, fail closed), then whether the site has an
+instance of the exact model version that is ready, fresh, routable from the gateway's zone and not excluded. Refuses
+to know load, cost and who asks: FleetMind ranks what is left, SLOMax and the gateway take it in order when FleetMind
+is silent. Unknown is never ready: an instance without a version, without a report or with an old one is out.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import msgspec
+
+from tokenfleet.fleet import Fleet
+from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.placement import Considered
+from tokenfleet_schemas.request import Ask
+
+#: a report older than this, judged by our own clock on its arrival, says nothing any more
+FRESH_MS = 10_000.0
+#: reasons of `Fleet.site_denial` that say "never", as against "not now"
+DENIALS = frozenset({"unknown_tenant", "unknown_site", "model_not_permitted", "site_not_permitted", "residency"})
+#: round trip between two sites of which nobody said it, ms
+UNKNOWN_RTT_MS = 200.0
+#: what each sender waits for its next hop beside two round trips, ms
+HOP_BASE_MS = 250.0
+
+#: why an instance is out, from the least to the most hopeful; a site is out for the most hopeful of its instances
+_INSTANCE_REASONS = (
+    "no_instance",
+    "declared_elsewhere",
+    "zone_mismatch",
+    "other_version",
+    "no_adapter",
+    "not_routable",
+    "stale",
+    "not_ready",
+    "draining",
+    "excluded",
+)
+
+
+class Heard(msgspec.Struct):
+    """The last report of one instance and when it reached us (our clock, ms)."""
+
+    report: CapacityReported
+    heard_ms: float
+
+
+class CapacityView(msgspec.Struct):
+    """The fold of `capacity.reported`: per site and instance the latest report, in order of arrival.
+
+    A Struct, so that a core can put it into its checkpoint as it is.
+    """
+
+    sites: dict[str, dict[str, Heard]] = {}
+
+    def fold(self, report: CapacityReported, now_ms: float) -> bool:
+        """Take a report in; False for a redelivery, which must not make an old sample fresh again."""
+        instances = self.sites.setdefault(report.site, {})
+        known = instances.get(report.instance)
+        if known is not None and known.report.id == report.id:
+            return False
+        instances[report.instance] = Heard(report, now_ms)
+        return True
+
+    def renew(self, now_ms: float) -> None:
+        """The listener was deaf until now: silence counts from here, for every instance."""
+        for instances in self.sites.values():
+            for heard in instances.values():
+                heard.heard_ms = max(heard.heard_ms, now_ms)
+
+    def forget(self, before_ms: float) -> None:
+        """Drop instances not heard since; keeps the view bounded when instances come and go under new names."""
+        for instances in self.sites.values():
+            for name in [n for n, heard in instances.items() if heard.heard_ms < before_ms]:
+                del instances[name]
+
+    def instances(self, site: str) -> dict[str, Heard]:
+        """What is known of a site's instances."""
+        return self.sites.get(site, {})
+
+
+def instance_out(fleet: Fleet, heard: Heard, ask: Ask, now_ms: float, excluded: Iterable[str] = ()) -> str:
+    """Why an instance cannot take this request now; empty when it can.
+
+    One of `declared_elsewhere`, `zone_mismatch`, `other_version`, `no_adapter`, `not_routable`, `stale`,
+    `not_ready`, `draining`, `excluded`. Permission and residency are the site's: see `allowed_ready_sites`.
+    """
+    report = heard.report
+    site = fleet.sites.get(report.site)
+    # An agent that reports under another site's name would carry data over a border: its word alone is not enough.
+    if fleet.instance_site(report.instance) not in (None, report.site):
+        return "declared_elsewhere"
+    if site is None or report.zone != site.zone:
+        return "zone_mismatch"
+    if report.model != ask.model or not report.version or report.version != ask.version:
+        return "other_version"
+    if ask.adapter and ask.adapter not in report.adapters:
+        return "no_adapter"
+    if "*" not in report.routable_from and ask.entry_zone not in report.routable_from:
+        return "not_routable"
+    if now_ms - heard.heard_ms > FRESH_MS:
+        return "stale"
+    if report.draining:
+        return "draining"
+    if not report.ready:
+        return "not_ready"
+    if report.instance in excluded:
+        return "excluded"
+    return ""
+
+
+def ready_instances(
+    fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()
+) -> list[Heard]:
+    """The instances of a site that can take this request now, in name order; says nothing about permission."""
+    found = sorted(view.instances(site).items())
+    return [heard for _, heard in found if not instance_out(fleet, heard, ask, now_ms, excluded)]
+
+
+def site_out(fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()) -> str:
+    """Why a site may not or cannot serve this request now; empty when it can.
+
+    A reason in `DENIALS` means never; any other is the most hopeful reason among its instances of the model.
+    """
+    denial = fleet.site_denial(ask.tenant, ask.model, site)
+    if denial:
+        return denial
+    best = "no_instance"
+    for heard in view.instances(site).values():
+        why = instance_out(fleet, heard, ask, now_ms, excluded)
+        if not why:
+            return ""
+        if heard.report.model == ask.model and _INSTANCE_REASONS.index(why) > _INSTANCE_REASONS.index(best):
+            best = why
+    return best
+
+
+def allowed_ready_sites(
+    fleet: Fleet, view: CapacityView, ask: Ask, now_ms: float, excluded: Iterable[str] = ()
+) -> tuple[tuple[str, ...], tuple[Considered, ...]]:
+    """Sites that may and can serve a request, home sites of its entry first in their order, then the nearest.
+
+    The second part names every site that was considered, with the reason of those that are out (`site_out`).
+    """
+    out = set(excluded)
+    sites: list[str] = []
+    considered: list[Considered] = []
+    for site in fleet.home_order(ask.entry, ask.model):
+        why = site_out(fleet, view, ask, site, now_ms, out)
+        considered.append(Considered(name=site, out=why))
+        if not why:
+            sites.append(site)
+    return tuple(sites), tuple(considered)
+
+
+def permitted_sites(fleet: Fleet, tenant: str, model: str) -> tuple[str, ...]:
+    """Sites with engines to which this tenant's data for this model may go, ready or not."""
+    return tuple(s for s, site in fleet.sites.items() if site.instances and not fleet.site_denial(tenant, model, s))
+
+
+def zone_bound(fleet: Fleet, tenant: str, model: str, version: str) -> bool:
+    """Whether residency alone keeps a tenant from a site that is declared to serve this version."""
+    return any(
+        (model, version) in fleet.pools(site) and fleet.site_denial(tenant, model, site) == "residency"
+        for site in fleet.sites
+    )
+
+
+def hop_timeout_ms(fleet: Fleet, entry: str, site: str) -> float:
+    """How long a sender waits for the next hop before it acts itself: 250 ms + 2 RTT, ms."""
+    rtt = fleet.rtt_ms(entry, site)
+    return HOP_BASE_MS + 2 * (UNKNOWN_RTT_MS if rtt is None else rtt)
+
+
+def fraction(*parts: str) -> float:
+    """A number in [0, 1) from words: breaks ties and jitters without dice, the same on every replica."""
+    return int.from_bytes(blake2b("\x1f".join(parts).encode(), digest_size=7).digest(), "big") / 2.0**56
+
+
+def retry_after_s(request_id: str, reset_ms: float) -> float:
+    """Whole seconds for a Retry-After header: the true reset within ±1 s, at least 1, spread over clients."""
+    return float(max(1, int(max(0.0, reset_ms) / 1000.0 + fraction(request_id, "retry_after"))))
