@@ -2,6 +2,7 @@
 
 import random
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,15 +19,14 @@ def _ephemeral_start() -> int:
         return 32_768
 
 
-def free_ports(count: int, *, host: str = "127.0.0.1", prefer: tuple[int, ...] = ()) -> list[int]:
-    """`count` different ports free on `host`; those in `prefer` first, where they are free.
+def choose_ports(wishes: Mapping[str, int], *, host: str = "127.0.0.1") -> dict[str, int]:
+    """A free port per name: the wished one if it is free (0: no wish), else any; all different.
 
     They lie below the kernel's ephemeral range: a server that is killed and restarted keeps its port, and a port of
     the ephemeral range may meanwhile be the source port of anybody's connection (a client that reconnects to its own
     dead server can even connect to itself). The check holds no port, so a race with a stranger remains possible:
-    whoever binds must say clearly when it fails.
+    whoever binds must say clearly when it fails. Raises `PortInUseError` when nothing is free.
     """
-    found: list[int] = []
     top = _ephemeral_start()
     low = _FIRST if top > _FIRST + 2_000 else 1_024
     dice = random.SystemRandom()
@@ -38,26 +38,31 @@ def free_ports(count: int, *, host: str = "127.0.0.1", prefer: tuple[int, ...] =
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
+                # a bound socket that does not listen shares its port with another one under SO_REUSEADDR
+                probe.listen(1)
             except OSError:
                 return False
-            found.append(port)
             return True
 
-        for port in prefer:
-            if len(found) < count and port not in found:
-                take(port)
-        tries = 0
-        while len(found) < count:
-            tries += 1
-            if tries > 200 * count + 1_000:
-                raise PortInUseError(f"no {count} free ports on {host} between {low} and {top}")
-            port = dice.randrange(low, top)
-            if port not in found:
-                take(port)
-    return found
+        chosen = {name: port for name, port in wishes.items() if port and take(port)}
+        for name in wishes:
+            tries = 0
+            while name not in chosen:
+                port = dice.randrange(low, top)
+                if take(port):
+                    chosen[name] = port
+                tries += 1
+                if tries > 1_000:
+                    raise PortInUseError(f"no free port on {host} between {low} and {top}")
+    return {name: chosen[name] for name in wishes}
+
+
+def free_ports(count: int, *, host: str = "127.0.0.1") -> list[int]:
+    """`count` different free ports."""
+    return list(choose_ports({str(number): 0 for number in range(count)}, host=host).values())
 
 
 def require_port(port: int, *, host: str = "127.0.0.1") -> None:
     """Check that a port somebody asked for by number is free; raises `PortInUseError` naming it."""
-    if free_ports(1, host=host, prefer=(port,)) != [port]:
+    if choose_ports({"": port}, host=host)[""] != port:
         raise PortInUseError(f"port {port} on {host} is in use: stop what listens there or choose another one")

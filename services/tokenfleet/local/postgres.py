@@ -18,7 +18,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from tokenfleet.local.errors import DataDirError, LocalError, MissingPartError
@@ -237,13 +236,14 @@ class PostgresServer(Server):
         self._close_descriptor()
 
     def kill(self) -> None:
-        # a crash ends the postmaster only; its children notice and leave by themselves
+        # a crash ends the postmaster only; its children, each in a group of its own, notice and leave by themselves,
+        # and a new postmaster refuses to start before they have left
         if self._process is not None:
+            children = _children(self._process.pid)
             self._process.kill()
             self._process.wait()
-            end = time.monotonic() + 10.0
-            while _group_alive(self._process.pid) and time.monotonic() < end:
-                time.sleep(0.01)
+            for child in children:
+                wait_until_gone(child, timeout_s=10.0)
             self._process = None
         self._close_descriptor()
 
@@ -253,14 +253,11 @@ def _environment() -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "TZ": "UTC"}
 
 
-def _group_alive(pid: int) -> bool:
+def _children(pid: int) -> list[int]:
     try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _is_postgres(pid: int) -> bool:

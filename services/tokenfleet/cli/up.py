@@ -1,0 +1,122 @@
+"""`tokenfleet up`: the whole fleet on this machine, until Ctrl-C."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenfleet.cli._errors import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from tokenfleet.local.cluster import LocalFleet
+    from tokenfleet.local.state import StateDir
+
+
+def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "up",
+        help="the whole fleet on this machine",
+        description="NATS, Postgres, emulated engines and every service as processes on this machine, until Ctrl-C. "
+        "A second `up` on the same directory goes on where the first one ended.",
+    )
+    parser.add_argument("--fleet", type=Path, metavar="FILE", help="a fleet file (default: the reference fleet)")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="keeps all state (default: ~/.local/state/tokenfleet)"
+    )
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="the API's port (default: 8080, if free)")
+    parser.add_argument(
+        "--ready-file", type=Path, metavar="PATH", help="write addresses, key and process ids here once all answers"
+    )
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+
+def run(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from tokenfleet.fleet import FleetError
+    from tokenfleet.local.errors import LocalError
+    from tokenfleet.local.fleetfile import REFERENCE, read_fleet_text
+    from tokenfleet.local.state import StateDir, default_data_dir
+
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"not a port: {args.port}")
+    if args.ready_file is not None:
+        if not args.ready_file.parent.is_dir():
+            raise UsageError(f"no directory {args.ready_file.parent}")
+        # one of an earlier run would be believed
+        args.ready_file.unlink(missing_ok=True)
+    try:
+        text = read_fleet_text(args.fleet or REFERENCE)
+        with StateDir(args.data_dir or default_data_dir()) as state:
+            return asyncio.run(_run(args, state, text))
+    except FleetError as error:
+        print("\n".join(error.findings), file=sys.stderr)
+        raise UsageError("the fleet file is wrong") from None
+    except LocalError as error:
+        raise CommandError(str(error)) from None
+
+
+def _say(text: str) -> None:
+    print(f"up: {text}", file=sys.stderr, flush=True)
+
+
+async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
+    import asyncio
+    import json
+    import signal
+
+    from tokenfleet.local.cluster import LocalFleet
+    from tokenfleet.local.nats import write_private
+
+    fleet = LocalFleet(state=state, fleet_text=text, api_port=args.port, log_level=args.log_level, say=_say)
+
+    def write_ready() -> None:
+        if args.ready_file is not None:
+            write_private(args.ready_file, json.dumps(fleet.ready(), indent=2) + "\n")
+
+    fleet.on_change = write_ready
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    def on_signal() -> None:
+        if asked.is_set():
+            # the second time means: now
+            fleet.supervisor.kill_all()
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(fleet.start())
+    waiting = asyncio.create_task(asked.wait())
+    try:
+        await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            write_ready()
+            _print(fleet)
+            await waiting
+    finally:
+        for task in (starting, waiting):
+            task.cancel()
+        # what went wrong while starting has been raised above
+        await asyncio.gather(starting, waiting, return_exceptions=True)
+        if args.ready_file is not None:
+            args.ready_file.unlink(missing_ok=True)
+        _say("stopping")
+        await fleet.stop()
+    _say(f"stopped; all state is in {state.root}")
+    return 0
+
+
+def _print(fleet: "LocalFleet") -> None:
+    ready = fleet.ready()
+    tenants = fleet.fleet.tenants
+    print(f"\nAPI        {ready['api']}")
+    print(f"key        {ready['key']}   (tenant {next(iter(tenants))}; of all tenants: {fleet.state.root}/keys.json)")
+    print(f"models     {', '.join(fleet.fleet.models)}")
+    print(f"NATS       {ready['nats']}")
+    print(f"Postgres   {ready['postgres']}")
+    print(f"state      {fleet.state.root} (logs/, fleet.toml)")
+    for name, url in ready["metrics"].items():
+        print(f"metrics    {url}   {name}")
+    print("\nCtrl-C ends it; the next `up` goes on where this one ended.\n", flush=True)
