@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     if args.fleet is not None:
         os.environ["TOKENFLEET_FLEET"] = args.fleet
     try:
-        module = importlib.import_module(f"tokenfleet.{args.service}.__main__")
+        # the emulator's own __main__ is for using it alone, without a fleet's environment
+        entry = "hosted" if args.service == "emulator" else "__main__"
+        module = importlib.import_module(f"tokenfleet.{args.service}.{entry}")
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing.split(".")[0] == "tokenfleet":
