@@ -143,8 +143,8 @@ class Bus:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.connected = False  # so that this end is not taken for a lost connection
         await self.nc.close()
-        self.connected = False
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this after every reconnection."""
@@ -235,6 +235,7 @@ class Bus:
         """Publish and wait for the stream's acknowledgement; its sequence. Raises `BusError`, `BusDown`."""
         if not self.connected:
             raise BusDown("not connected to NATS")
+        await self._write_out()  # what was said before stays before
         try:
             ack = await self.js.publish(
                 subject_of(event), codec.encode(event), timeout=timeout_s, headers={"Nats-Msg-Id": event.id}
@@ -248,13 +249,16 @@ class Bus:
         while True:
             await self._queued.wait()
             self._queued.clear()
-            batch, self._queue = self._queue, []
-            for subject, data, message_id in batch:
-                try:
-                    await self.nc.publish(subject, data, headers={"Nats-Msg-Id": message_id})
-                except nats.errors.Error as error:
-                    self.dropped += 1
-                    log.warning("publish failed", extra={"subject": subject, "error": repr(error)})
+            await self._write_out()
+
+    async def _write_out(self) -> None:
+        batch, self._queue = self._queue, []
+        for subject, data, message_id in batch:
+            try:
+                await self.nc.publish(subject, data, headers={"Nats-Msg-Id": message_id})
+            except nats.errors.Error as error:
+                self.dropped += 1
+                log.warning("publish failed", extra={"subject": subject, "error": repr(error)})
 
     # --- reading --------------------------------------------------------------------------------------------
 
