@@ -79,14 +79,26 @@ def stop(process: "subprocess.Popen[bytes]", command: Command, *, grace_s: float
 
 
 def wait_until_gone(pid: int, *, timeout_s: float) -> bool:
-    """Wait for a process that is not our child to disappear."""
+    """Wait for a process that is not our child to disappear; one that only waits for its parent's word is gone."""
     end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
+    while _runs(pid):
+        if time.monotonic() > end:
+            return False
         time.sleep(0.02)
-    return False
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        # the state follows the command's name, which may itself hold parentheses
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        if sys.platform == "linux":
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
