@@ -182,3 +182,24 @@ def fraction(*parts: str) -> float:
 def retry_after_s(request_id: str, reset_ms: float) -> float:
     """Whole seconds for a Retry-After header: the true reset within ±1 s, at least 1, spread over clients."""
     return float(max(1, int(max(0.0, reset_ms) / 1000.0 + fraction(request_id, "retry_after"))))
+
+
+def no_site_reason(
+    fleet: Fleet, view: CapacityView, ask: Ask, now_ms: float, considered: Iterable[Considered]
+) -> tuple[str, float]:
+    """Why nobody can be asked, from what `allowed_ready_sites` considered: (reason of `REASONS`, wait in ms).
+
+    403 (`residency`, `not_permitted`) when no site with engines is allowed at all; 503 `residency_no_capacity` when
+    only residency keeps the request from an engine that is ready; `no_capacity` when every ready engine has failed
+    this request or drains; else `model_not_ready`. The wait is how soon asking again may help; 0 where it never does.
+    """
+    outs = {one.name: one.out for one in considered}
+    if all(out in DENIALS for out in outs.values()):
+        serves = {s for s in outs if any(i.model == ask.model for i in fleet.sites[s].instances.values())}
+        return ("residency" if any(outs[s] == "residency" for s in serves or outs) else "not_permitted"), 0.0
+    for site, out in outs.items():
+        if out == "residency" and ready_instances(fleet, view, ask, site, now_ms):
+            return "residency_no_capacity", 5_000.0
+    if any(out in ("excluded", "draining") for out in outs.values()):
+        return "no_capacity", 3_000.0
+    return "model_not_ready", 5_000.0
