@@ -14,8 +14,8 @@ from tokenfleet.cli._errors import CommandError
 
 #: the order of `--help`; verbs that are not named come last, by name
 _ORDER = (
-    "up", "demo", "run", "replay", "simulate", "watch", "goodput", "explain", "plan", "reserve", "keys", "db", "check",
-    "version",
+    "up", "demo", "run", "replay", "simulate", "watch", "goodput", "explain", "plan", "reserve", "keys", "db", "bus",
+    "check", "version",
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tokenfleet.local.processes import Command
 from tokenfleet.local.server import Server
 from tokenfleet.local.state import StateDir
 from tokenfleet.local.supervisor import Spec, Supervisor, answers
+from tokenfleet.runtime.permissions import ADMIN, FLEET_SERVICES, nats_users, user_name, user_names
 
 #: where the API listens if nobody says otherwise and it is free
 PREFERRED_API_PORT = 8080
@@ -73,10 +74,14 @@ class BusUsers:
 
 
 def bus_users(fleet: Fleet, passwords: Callable[[list[str]], dict[str, str]]) -> BusUsers:
-    """The bus's users for this fleet; `passwords` keeps one per user name."""
-    del fleet
-    password = passwords(["admin"])["admin"]
-    return BusUsers(users=[{"user": "admin", "password": password}], of=lambda _service, _site: ("admin", password))
+    """The bus's users for this fleet, each with its own subjects only; `passwords` keeps one per user name."""
+    known = passwords(user_names(fleet))
+
+    def of(service: str, site: str) -> tuple[str, str]:
+        user = user_name(service, "" if service in FLEET_SERVICES or service == ADMIN else site)
+        return user, known[user]
+
+    return BusUsers(users=[user.entry() for user in nats_users(fleet, known)], of=of)
 
 
 @dataclass
@@ -148,7 +153,7 @@ class LocalFleet:
             "api": self.api_url,
             "key": self.key,
             "metrics": {m.name: f"http://127.0.0.1:{self.ports[f'{m.name}.metrics']}/metrics" for m in self.members},
-            "nats": self.nats.url,
+            "nats": self.nats.url_for(ADMIN),
             "postgres": self.postgres.url,
             "emulators": {
                 name: {
@@ -168,8 +173,11 @@ class LocalFleet:
         for server in (self.nats, self.postgres):
             server.prepare()
         await self.supervisor.start(*(self._server_spec(s) for s in (self.nats, self.postgres)), timeout_s=60)
-        self.say("database schema")
-        await self.supervisor.run_once("migrate", self._command(["db", "migrate"], database=True))
+        self.say("database schema and streams")
+        await asyncio.gather(
+            self.supervisor.run_once("migrate", self._command(["db", "migrate"], {}, database=True)),
+            self.supervisor.run_once("provision", self._command(["bus", "provision"], self._bus_settings(ADMIN))),
+        )
         self.say(f"{len(self.members)} services")
         specs = [self._spec(m) for m in self.members]
         await asyncio.gather(self._make_keys(), self.supervisor.start(*specs, timeout_s=90))
@@ -207,19 +215,25 @@ class LocalFleet:
         return Spec(name=member.name, command=lambda: self._service_command(member), ready=ready)
 
     def _service_command(self, member: Member) -> Command:
-        user, password = self.users.of(member.service, member.site)
         settings = {
-            "TOKENFLEET_NATS_URL": self.nats.bare_url,
-            "TOKENFLEET_NATS_USER": user,
-            "TOKENFLEET_NATS_PASSWORD": password,
             "TOKENFLEET_METRICS_PORT": str(self.ports[f"{member.name}.metrics"]),
             "TOKENFLEET_SITE": member.site,
         }
+        if member.service != "emulator":
+            settings |= self._bus_settings(member.service, member.site)
         if member.api:
             settings["TOKENFLEET_API_PORT"] = str(self.ports[f"{member.name}.api"])
-        return self._command(["run", member.service], database=member.database, **settings)
+        return self._command(["run", member.service], settings, database=member.database)
 
-    def _command(self, words: Sequence[str], *, database: bool = False, **settings: str) -> Command:
+    def _bus_settings(self, service: str, site: str = "") -> dict[str, str]:
+        user, password = self.users.of(service, site)
+        return {
+            "TOKENFLEET_NATS_URL": self.nats.bare_url,
+            "TOKENFLEET_NATS_USER": user,
+            "TOKENFLEET_NATS_PASSWORD": password,
+        }
+
+    def _command(self, words: Sequence[str], settings: Mapping[str, str], *, database: bool = False) -> Command:
         env = {k: v for k, v in os.environ.items() if not k.startswith("TOKENFLEET_") or k.startswith(_INHERITED)}
         env |= {
             "PYTHONUNBUFFERED": "1",
@@ -239,7 +253,9 @@ class LocalFleet:
         kept = {str(t): str(k) for t, k in self.state.read("keys.json").items()}
         missing = [tenant for tenant in self.fleet.tenants if tenant not in kept]
         for tenant in missing:
-            command = self._command(["keys", "create", "--tenant", tenant, "--label", "up", "--json"], database=True)
+            command = self._command(
+                ["keys", "create", "--tenant", tenant, "--label", "up", "--json"], {}, database=True
+            )
             kept[tenant] = str((await _json_of(command))["key"])
         if missing:
             self.state.write("keys.json", kept)
