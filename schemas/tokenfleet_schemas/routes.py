@@ -127,7 +127,7 @@ ROUTES: tuple[Route, ...] = (
     _route(
         OutcomeFinished,
         "instance",
-        "gateway",
+        "gateway accountant",
         "accountant slomax fleetmind tokenpilot",
         durable=True,
     ),

@@ -1,0 +1,37 @@
+"""Knobs of the accountant, with units. What an operator sets is in the fleet file (`fleet.windows_s`)."""
+
+import msgspec
+
+
+class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How it batches, waits and forgets."""
+
+    #: windows end at multiples of this, and are said as often, ms
+    step_ms: int = 2_000
+    #: how often it looks for gateways that are gone, ms
+    tick_ms: float = 500.0
+    #: an open request that its gateway's leases omit is given this long for its outcome to arrive, ms
+    omitted_grace_ms: float = 3_000.0
+    #: how long ended requests and counted attempts are remembered against repeats, ms
+    remembered_ms: float = 600_000.0
+    #: rows in one transaction at most
+    batch_rows_max: int = 500
+    #: how long a batch waits for company after its first event, s
+    batch_wait_s: float = 0.05
+    #: unacknowledged events that all replicas together hold at most
+    ack_pending_max: int = 4_000
+    #: an event not acknowledged in this time is delivered again, s
+    ack_wait_s: float = 30.0
+    #: pauses while Postgres does not take rows, s
+    retry_min_s: float = 0.25
+    retry_max_s: float = 5.0
+    #: connections of one replica
+    pool_size: int = 4
+    statement_timeout_ms: int = 5_000
+    lock_timeout_ms: int = 2_000
+
+
+#: the office of the one replica that says goodput and closes lost requests
+OFFICE = "goodput"
+#: the durable consumer that all replicas share
+CONSUMER = "accountant"
