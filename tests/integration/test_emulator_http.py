@@ -1,6 +1,7 @@
 """The emulator over real sockets: what a client sees, faults included, and that nothing is left behind."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -221,6 +222,28 @@ async def test_pages_and_routes(clients: dict[str, Client]) -> None:
         assert response.status == 400
     async with client.session.post(f"{client.admin}/faults", json={"kind": "explode"}) as response:
         assert response.status == 400
+    # no limit on bodies: a long prompt is refused by its tokens
+    body = io.BytesIO(json.dumps({"messages": [{"role": "user", "content": "x" * 5_000_000}]}).encode())
+    headers = {"Content-Type": "application/json"}
+    async with client.session.post(f"{client.url}/v1/chat/completions", data=body, headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "input_tokens"
+
+
+async def test_an_http_1_0_client_gets_its_stream_unframed(client: Client) -> None:
+    """Old health checkers and proxies: no chunks, the end of the connection ends the body."""
+    host, _, port = client.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"messages":[{"role":"user","content":"x"}],"stream":true,"max_tokens":3,"ignore_eos":true}'
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert [event == "DONE" for event in parse(text)] == [False] * 4 + [True]
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_headers_come_before_the_queue_and_waiting_is_visible(clients: dict[str, Client]) -> None:

@@ -465,14 +465,7 @@ class AdminApi:
             fault = faults.parse(await request.read())
         except faults.FaultError as error:
             return _answer(msgspec.json.encode({"error": str(error)}), 400)
-        if fault.kind == "restart":
-            # Done when answered, so that a test needs no polling; the port may still be closed for `down_ms`.
-            if fault.down_ms:
-                self._instance.apply(fault)
-            else:
-                await self._instance.restart()
-        else:
-            self._instance.apply(fault)
+        await self._instance.apply(fault)
         return _answer(msgspec.json.encode({"active": self._instance.faults.active()}))
 
     async def _state(self, request: web.BaseRequest) -> web.StreamResponse:

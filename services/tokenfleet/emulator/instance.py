@@ -238,11 +238,11 @@ class EmulatedInstance:
 
     # -- faults -------------------------------------------------------------------------------------------------
 
-    def apply(self, fault: Fault) -> None:
-        """Begin a fault, or end all of them."""
+    async def apply(self, fault: Fault) -> None:
+        """Begin a fault, or end all of them; done when this returns, but for the end of a restart's down time."""
         log.info("%s: fault %s", self.name, fault.kind)
         if fault.kind == "restart":
-            self._spawn(self.restart(fault.down_ms / 1000.0))
+            await self.restart(fault.down_ms / 1000.0)
             return
         if fault.kind == "none":
             self.faults.clear()
@@ -257,16 +257,19 @@ class EmulatedInstance:
             self._tick()
 
     async def restart(self, down_s: float = 0.0) -> None:
-        """Die and come back on the same port: connections broken, cache empty, counters at zero."""
+        """Die and come back on the same port, `down_s` later: connections broken, cache empty, counters at zero."""
         if self.listener is not None:
             if down_s:
                 await self.listener.pause()
+                self._spawn(self._come_back(self.listener, down_s))
             self.listener.close_connections()
         self._begin()
-        if down_s and self.listener is not None:
-            await asyncio.sleep(down_s)
-            self.started_unix_s = time.time()
-            await self.listener.resume()
+
+    async def _come_back(self, listener: Listener, down_s: float) -> None:
+        await asyncio.sleep(down_s)
+        self.started_unix_s = time.time()
+        self._page = None
+        await listener.resume()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
