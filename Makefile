@@ -8,7 +8,7 @@ TESTS ?= tests
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install up demo test soak lint format types contracts contract check test-compose bench clean
+.PHONY: help install up demo test soak lint format types contracts contract check test-compose bench deploy clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -53,6 +53,9 @@ types: install ## mypy, strict
 
 contracts: install ## who may import whom
 	$(BIN)/lint-imports
+
+deploy: install ## write what docker-compose.yml mounts anew (deploy/, .env.example)
+	$(BIN)/python deploy/render.py
 
 contract: install ## write schemas/published anew from the messages' types
 	$(BIN)/python -m tokenfleet_schemas.publish
