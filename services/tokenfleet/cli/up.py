@@ -9,7 +9,7 @@ from tokenfleet.cli._errors import CommandError, UsageError
 
 if TYPE_CHECKING:
     from tokenfleet.local.cluster import LocalFleet
-    from tokenfleet.local.state import StateDir
+    from tokenfleet.local.state_dir import StateDir
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenfleet.fleet import FleetError
     from tokenfleet.local.errors import LocalError
     from tokenfleet.local.fleetfile import REFERENCE, read_fleet_text
-    from tokenfleet.local.state import StateDir, default_data_dir
+    from tokenfleet.local.state_dir import StateDir, default_data_dir
 
     if not 0 <= args.port <= 65535:
         raise UsageError(f"not a port: {args.port}")

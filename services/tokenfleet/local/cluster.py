@@ -21,7 +21,7 @@ from tokenfleet.local.ports import choose_ports, require_port
 from tokenfleet.local.postgres import PostgresServer
 from tokenfleet.local.processes import Command
 from tokenfleet.local.server import Server
-from tokenfleet.local.state import StateDir
+from tokenfleet.local.state_dir import StateDir
 from tokenfleet.local.supervisor import Spec, Supervisor, answers
 from tokenfleet.runtime.permissions import ADMIN, FLEET_SERVICES, nats_users, user_name, user_names
 
