@@ -1,0 +1,55 @@
+"""TokenPilot's shell: its core on the runtime, reading only its own site."""
+
+from tokenfleet.runtime.runner import Read, run_core
+from tokenfleet.runtime.service import Service
+from tokenfleet.runtime.service import main as run_main
+from tokenfleet.tokenpilot.core import TokenPilot
+from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.lease import GatewayLeased
+from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
+from tokenfleet_schemas.room import RoomDeclined
+from tokenfleet_schemas.routes import stream_of, subject_filter
+from tokenfleet_schemas.tokens import NONE, slug
+
+
+class SiteError(ValueError):
+    """TOKENFLEET_SITE names no site of the fleet file, or one without instances: there is nothing to place on."""
+
+
+def reads(service: Service) -> tuple[Read, ...]:
+    """What the TokenPilot of this process's site reads.
+
+    Outcomes are captured at their entry site, so they are chosen by instance; those of requests that were never
+    dispatched name none, and end holds.
+    """
+    site = service.settings.site
+
+    def accept(subject: str) -> bool:
+        leaf = subject.rpartition(".")[2]
+        return leaf == NONE or leaf in {slug(name) for name in service.fleet.sites[site].instances}
+
+    return (
+        Read(
+            filter=subject_filter(CapacityReported, site=site),
+            stream=stream_of(CapacityReported),
+            latest=True,
+        ),
+        Read(filter=subject_filter("placement", site=site), stream=stream_of("placement")),
+        Read(filter=subject_filter(RoomDeclined, site=site), stream=stream_of(RoomDeclined), since_s=5),
+        Read(filter=subject_filter(OutcomeStarted), stream=stream_of(OutcomeStarted), accept=accept),
+        Read(filter=subject_filter(OutcomeFinished), stream=stream_of(OutcomeFinished), accept=accept),
+        Read(filter=subject_filter(GatewayLeased), stream=stream_of(GatewayLeased), since_s=60),
+    )
+
+
+async def body(service: Service) -> None:
+    """Run the core until the service stops; raises `SiteError`."""
+    site = service.settings.site
+    if site not in service.fleet.sites or not service.fleet.sites[site].instances:
+        raise SiteError(f"TOKENFLEET_SITE={site!r}: no site with instances in {service.settings.fleet}")
+    await run_core(service, TokenPilot(service.fleet, site, replica=service.replica), reads(service))
+
+
+def main() -> int:
+    """Entry point of `tokenfleet run tokenpilot`; returns the exit code."""
+    return run_main("tokenpilot", body)

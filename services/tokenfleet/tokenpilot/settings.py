@@ -1,0 +1,40 @@
+"""TokenPilot's knobs, with units. Constants of the rules, not of a site: `fleet.toml` says what differs by site."""
+
+import msgspec
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults are what the design says or, where it is silent, what the comment says."""
+
+    #: an engine gets so many prefill chunks of look-ahead: enough to stay busy for one round trip, few to reorder
+    lookahead_budgets: float = 2.0
+    #: an offer unanswered for the larger of this and three round trips is filled without SLOMax, ms
+    offer_answer_ms: float = 200.0
+    #: offers of one instance keep this distance: several ends in one engine step make one offer, ms
+    offer_gap_ms: float = 20.0
+    #: an unchanged level is offered again after this, ms
+    offer_repeat_ms: float = 1000.0
+    #: own decisions that have not come back from the stream are said again after this, ms
+    unconfirmed_ms: float = 1000.0
+    #: a hold is refused here when SLOMax has not done so this long after its patience ran out, ms
+    patience_grace_ms: float = 1500.0
+    #: no hold lasts longer, ms
+    hold_max_ms: float = 300_000.0
+    #: sequences at once on an instance whose KV capacity nobody knows: unknown is never counted as free
+    unknown_kv_sequences: int = 16
+    #: prefill rate for comparing instances of which no rate is known at all; never used in a prediction, tokens/s
+    unknown_prefill_tokens_per_s: float = 2000.0
+    #: output tokens expected of a class before any has been seen
+    prior_decode_tokens: int = 256
+    #: successive failures that open an instance's breaker
+    breaker_failures: int = 3
+    #: an open breaker lets one trial through after this, ms
+    breaker_cooldown_ms: float = 10_000.0
+    #: trials that must succeed
+    breaker_successes: int = 2
+    #: half open so long without a failure while the agent says ready: closed, even if no client came, ms
+    breaker_quiet_ms: float = 60_000.0
+    #: digests remembered per instance by the approximate prefix index (64 tokens each)
+    prefix_digests: int = 32_768
+    #: tombstones of ended requests are kept this long against late and repeated messages, ms
+    tombstone_ms: float = 120_000.0

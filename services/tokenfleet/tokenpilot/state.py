@@ -1,0 +1,255 @@
+"""What TokenPilot knows: the fold of its site. Books and gives back; decides nothing.
+
+Every aggregate (tokens, sequences, KV booked per instance) changes in `book`, `start` and `release` only, and each
+booking remembers what it added, so that exactly that is taken back: once, whatever ends it and however often it is
+told. An end that comes before its beginning leaves a tombstone.
+"""
+
+import msgspec
+
+from tokenfleet.eligibility import CapacityView
+from tokenfleet.presence import Presence
+from tokenfleet.tokenpilot.breaker import Breaker
+from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementRequested, Work
+
+#: reports over which foreign load must persist to be believed: a sample is always a little older than the bookings
+FOREIGN_SAMPLES = 3
+
+
+class BookingError(ValueError):
+    """A booking was made twice: a bug in the core, never an input's fault."""
+
+
+class Booking(msgspec.Struct):
+    """Work on an instance between its assignment (or its first token) and its end."""
+
+    id: str
+    request_id: str
+    attempt: int
+    gateway: str
+    instance: str
+    work: Work
+    booked_ms: float
+    #: moved from prefill to decode
+    started: bool = False
+    #: what was said; None: learned from `started`
+    assigned: PlacementAssigned | None = None
+    #: seen in the stream, or learned from there
+    confirmed: bool = True
+    said_ms: float = 0.0
+    #: kept until confirmed: a later owner's mark may have come first, and then it waits again
+    request: PlacementRequested | None = None
+    #: highest revision that this booking answers
+    revision: int = 0
+    #: highest release number that this booking answers
+    release_number: int = 0
+
+
+class Waiting(msgspec.Struct):
+    """A request at this site without an instance: not answered yet, or held."""
+
+    request: PlacementRequested
+    #: our clock when this revision arrived
+    heard_ms: float
+    held: PlacementHeld | None = None
+    confirmed: bool = True
+    said_ms: float = 0.0
+    #: a release that has not been answered yet; 0: none
+    release_number: int = 0
+    release_id: str = ""
+
+    def elapsed_ms(self, now_ms: float) -> float:
+        """Since the gateway's receipt, as far as it can be known here."""
+        return self.request.elapsed_ms + max(0.0, now_ms - self.heard_ms)
+
+    def patience_left_ms(self, now_ms: float, hold_max_ms: float) -> float:
+        """Until it must be refused."""
+        return min(self.request.ask.patience_ms, hold_max_ms) - self.elapsed_ms(now_ms)
+
+    def deadline_ms(self) -> float:
+        """When its first token (or its end, or its patience) is due, our clock."""
+        ask = self.request.ask
+        due = next((d for d in (ask.ttft_ms, ask.e2e_ms) if d is not None), ask.patience_ms)
+        return self.heard_ms - self.request.elapsed_ms + due
+
+
+class Load(msgspec.Struct):
+    """What is booked on one instance, and what its outcomes taught."""
+
+    incarnation: str = ""
+    sequences: int = 0
+    #: of bookings without a first token
+    prefill_tokens: int = 0
+    kv_tokens: int = 0
+    #: bookings with a first token
+    decoding: int = 0
+    #: last samples of sequences and KV tokens that are not ours
+    foreign: list[tuple[int, float]] = []
+    #: learned time per output token, ms; None: nothing learned
+    tpot_ms: float | None = None
+    breaker: Breaker = msgspec.field(default_factory=Breaker)
+
+    @property
+    def foreign_sequences(self) -> int:
+        """Sequences beyond our bookings that persisted over the last reports."""
+        return min((sequences for sequences, _ in self.foreign), default=0)
+
+    @property
+    def foreign_kv_tokens(self) -> int:
+        """KV tokens beyond our bookings that persisted over the last reports."""
+        return int(min((tokens for _, tokens in self.foreign), default=0.0))
+
+    def sample(self, report: CapacityReported) -> None:
+        """Fold a report's load: what our bookings do not explain is foreign. An unknown sample teaches nothing."""
+        if report.running is None or report.waiting is None:
+            return
+        sequences = max(0, report.running + report.waiting - self.sequences)
+        tokens = 0.0
+        if report.kv_usage is not None and report.kv_tokens_total is not None:
+            tokens = max(0.0, report.kv_usage * report.kv_tokens_total - self.kv_tokens)
+        self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
+
+
+class Length(msgspec.Struct):
+    """Learned output length of a class of requests."""
+
+    count: int = 0
+    mean_tokens: float = 0.0
+
+    def learn(self, tokens: int) -> None:
+        """Mean of the first 20, then exponentially weighted."""
+        self.count += 1
+        self.mean_tokens += (tokens - self.mean_tokens) / min(self.count, 20)
+
+
+class Pool(msgspec.Struct):
+    """One model version here. `waiting` is in order of arrival."""
+
+    model: str
+    version: str
+    waiting: dict[str, Waiting] = {}
+    #: of them, answered with `held`
+    held: int = 0
+    #: prefill tokens of those
+    held_prefill_tokens: int = 0
+    #: number of the last release heard
+    last_released: int = 0
+    #: term of the SLOMax owner that numbered it
+    release_term: int = 0
+    #: round robin's place
+    turn: int = 0
+
+    def hold(self, waiting: Waiting, held: PlacementHeld | None) -> None:
+        """Set or clear the answer `held` of a waiting request."""
+        if waiting.held is not None:
+            self.held -= 1
+            self.held_prefill_tokens -= waiting.held.work.prefill_tokens
+        waiting.held = held
+        if held is not None:
+            self.held += 1
+            self.held_prefill_tokens += held.work.prefill_tokens
+
+    def drop(self, request_id: str) -> Waiting | None:
+        """The request waits here no more."""
+        waiting = self.waiting.pop(request_id, None)
+        if waiting is not None:
+            self.hold(waiting, None)
+        return waiting
+
+
+class State(msgspec.Struct):
+    """Everything that a checkpoint keeps."""
+
+    site: str
+    pools: dict[str, Pool] = {}
+    bookings: dict[str, Booking] = {}
+    #: request → its bookings here
+    of_request: dict[str, list[str]] = {}
+    loads: dict[str, Load] = {}
+    view: CapacityView = msgspec.field(default_factory=CapacityView)
+    presence: Presence = msgspec.field(default_factory=Presence)
+    #: `request ID`, `attempt ID#n`, `booking ID`, `outcome ID` → when it ended
+    gone: dict[str, float] = {}
+    lengths: dict[str, Length] = {}
+    #: highest term heard of each other office that commands us
+    terms: dict[str, int] = {}
+
+    # ---- bookings
+
+    def load(self, instance: str) -> Load:
+        """The load of an instance, empty if new."""
+        found = self.loads.get(instance)
+        if found is None:
+            found = self.loads[instance] = Load()
+        return found
+
+    def book(self, booking: Booking) -> None:
+        """Count its work; raises `BookingError` if it is counted already."""
+        if booking.id in self.bookings:
+            raise BookingError(f"{booking.id} is booked already")
+        self.bookings[booking.id] = booking
+        self.of_request.setdefault(booking.request_id, []).append(booking.id)
+        load = self.load(booking.instance)
+        load.sequences += 1
+        load.kv_tokens += booking.work.kv_tokens
+        if booking.started:
+            load.decoding += 1
+        else:
+            load.prefill_tokens += booking.work.prefill_tokens
+
+    def start(self, booking: Booking) -> bool:
+        """Move it from prefill to decode; False if it had been moved."""
+        if booking.started:
+            return False
+        booking.started = True
+        load = self.loads[booking.instance]
+        load.prefill_tokens -= booking.work.prefill_tokens
+        load.decoding += 1
+        return True
+
+    def release(self, booking_id: str, now_ms: float) -> Booking | None:
+        """Take back exactly what it added, once; None if it is not booked."""
+        self.gone[f"booking {booking_id}"] = now_ms
+        booking = self.bookings.pop(booking_id, None)
+        if booking is None:
+            return None
+        ids = self.of_request[booking.request_id]
+        ids.remove(booking_id)
+        if not ids:
+            del self.of_request[booking.request_id]
+        load = self.loads[booking.instance]
+        load.sequences -= 1
+        load.kv_tokens -= booking.work.kv_tokens
+        if booking.started:
+            load.decoding -= 1
+        else:
+            load.prefill_tokens -= booking.work.prefill_tokens
+        load.breaker.released(booking_id)
+        return booking
+
+    def bookings_of(self, request_id: str) -> list[Booking]:
+        """Bookings of a request at this site, oldest first."""
+        return [self.bookings[b] for b in self.of_request.get(request_id, ())]
+
+    # ---- ends and tombstones
+
+    def settle(self, request_id: str, gateway: str) -> None:
+        """Stop watching the gateway for a request of which nothing is left here."""
+        if request_id not in self.of_request and not any(request_id in p.waiting for p in self.pools.values()):
+            self.presence.close(request_id, gateway)
+
+    def ended(self, request_id: str, attempt: int) -> bool:
+        """Whether the request, or that attempt of it, is over."""
+        return f"request {request_id}" in self.gone or f"attempt {request_id}#{attempt}" in self.gone
+
+    def prune(self, before_ms: float) -> None:
+        """Forget old tombstones; they are in order of their making, or nearly."""
+        for key, at_ms in list(self.gone.items()):
+            if at_ms >= before_ms:
+                break
+            del self.gone[key]
+
+    def length(self, model: str, service_class: str, task: str) -> Length:
+        """Learned output length of requests like this."""
+        return self.lengths.setdefault(f"{model} {service_class} {task}", Length())
