@@ -408,7 +408,9 @@ class Reader:
             while not self._restart.is_set():
                 self._heard.clear()
                 try:
-                    await asyncio.wait_for(self._heard.wait(), SILENCE_S)
+                    # not `wait_for`: before Python 3.12 it swallows a cancellation that meets a message
+                    async with asyncio.timeout(SILENCE_S):
+                        await self._heard.wait()
                 except TimeoutError:
                     if self._bus.connected:
                         log.warning("reader is silent", extra={"stream": self.stream, "filter": self.filter})
