@@ -1,0 +1,8 @@
+"""`python -m tokenfleet.gateway`: one gateway, configured by `TOKENFLEET_*`."""
+
+import sys
+
+from tokenfleet.gateway.service import run
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,322 @@
+"""The clients' side: routes, who is asking, reading a body within its limit, and one answer for each request.
+
+Decides which status and which words a client gets; never whether, when or where its request is served. Order matters:
+the key is judged first, the tenant's zones before a byte of the body is read, entitlements before tokens are counted.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import HttpVersion11, RawRequestMessage
+from aiohttp.streams import StreamReader
+
+from tokenfleet import prefix
+from tokenfleet.fleet import Fleet, Tenant
+from tokenfleet.gateway.keys import KeysUnavailable
+from tokenfleet.gateway.openai import ApiError, Endpoint, Parsed, bad_request, parse, refusal
+from tokenfleet.gateway.state import Refuse
+from tokenfleet_schemas.request import Ask
+
+if TYPE_CHECKING:
+    from tokenfleet.gateway.service import Gatekeeper
+
+#: a client that sends its body slower than this is not waited for, seconds
+_BODY_S = 60.0
+#: bodies up to this size are parsed on the event loop
+_INLINE_BYTES = 262_144
+
+Handler = Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a key stands for, and what it may."""
+
+    tenant: str
+    entitled: Tenant
+    #: of the tenant's classes, those that the key may use
+    classes: tuple[str, ...]
+
+
+def make_request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: "web.RequestHandler",
+    writer: AbstractStreamWriter,
+    task: "asyncio.Task[None]",
+) -> web.BaseRequest:
+    """A request without aiohttp's own limit on bodies: ours is the fleet's, and judged while reading."""
+    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=0)
+
+
+class Api:
+    """Handles every request of the clients' port."""
+
+    def __init__(self, keeper: "Gatekeeper") -> None:
+        self._keeper = keeper
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/v1/chat/completions": {"POST": self._chat},
+            "/v1/completions": {"POST": self._completions},
+            "/v1/models": {"GET": self._models},
+            "/healthz": {"GET": self._healthz, "HEAD": self._healthz},
+            "/readyz": {"GET": self._readyz, "HEAD": self._readyz},
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request; never raises but for a client that left."""
+        request_id = "req-" + secrets.token_hex(12)
+        try:
+            return await self._route(request)(request, request_id)
+        except ApiError as error:
+            return self._error(request, request_id, error)
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            # a fault of ours: the client gets an answer, the log the story
+            self._keeper.log.exception("request failed by a fault of the gateway", extra={"request_id": request_id})
+            return self._error(request, request_id, ApiError(500, "internal_error", "The gateway failed."), quiet=True)
+
+    def _route(self, request: web.BaseRequest) -> Handler:
+        path = request.path
+        methods = self._routes.get(path)
+        if methods is None:
+            if path.startswith("/v1/models/"):
+                methods = {"GET": self._model}
+            else:
+                raise ApiError(404, "unknown_route", "There is no such route.")
+        handler = methods.get(request.method)
+        if handler is None:
+            raise ApiError(405, "method_not_allowed", "This route has no such method.", allow=", ".join(methods))
+        return handler
+
+    def _error(
+        self, request: web.BaseRequest, request_id: str, error: ApiError, *, quiet: bool = False
+    ) -> web.Response:
+        self._keeper.count_error(error)
+        if not quiet:
+            self._keeper.log.info(
+                "request answered with an error",
+                extra={"request_id": request_id, "status": error.status, "code": error.code},
+            )
+        headers = {
+            "Content-Type": "application/json",
+            "X-Request-Id": request_id,
+            "X-Tokenfleet-Request-Id": request_id,
+            **error.headers,
+        }
+        return web.Response(status=error.status, body=error.body(), headers=headers)
+
+    # --- small routes ------------------------------------------------------------------------------------------
+
+    async def _healthz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        failing = self._keeper.not_ready()
+        if failing:
+            return web.Response(status=503, text="not ready: " + ", ".join(failing) + "\n")
+        return web.Response(text="ready\n")
+
+    async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        client = await self._client(request)
+        data = [_model_object(name) for name in _model_names(self._keeper.fleet, client)]
+        return _json({"object": "list", "data": data}, request_id)
+
+    async def _model(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        client = await self._client(request)
+        asked = request.path.removeprefix("/v1/models/")
+        if asked not in _model_names(self._keeper.fleet, client):
+            raise _unknown_model(asked)
+        return _json(_model_object(asked), request_id)
+
+    # --- generation --------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        return await self._generate(request, request_id, "chat")
+
+    async def _completions(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        return await self._generate(request, request_id, "completions")
+
+    async def _generate(self, request: web.BaseRequest, request_id: str, endpoint: Endpoint) -> web.StreamResponse:
+        keeper = self._keeper
+        received_ms = keeper.now_ms()
+        client = await self._client(request)
+        fleet = keeper.fleet
+        zone = fleet.sites[keeper.site].zone
+        if "*" not in client.entitled.zones and zone not in client.entitled.zones:
+            raise refusal("residency")
+        body = await _read_body(request, fleet.info.max_body_bytes)
+        parsed = parse(body, endpoint) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body, endpoint)
+        del body
+        ask = self._ask(parsed, client, request_id, received_ms)
+        reason = keeper.closed_to_newcomers()
+        if reason:
+            keeper.refused(ask, reason, received_ms)
+            raise refusal(reason)
+        return await self._serve(request, parsed, ask, client)
+
+    async def _serve(self, request: web.BaseRequest, parsed: Parsed, ask: Ask, client: Client) -> web.StreamResponse:
+        keeper = self._keeper
+        counted = await keeper.tokenization.count(parsed, ask, share=client.entitled.share_prefix)
+        limit = keeper.fleet.models[ask.model].max_model_len
+        if counted.source != "estimate" and counted.input_tokens > limit:
+            raise bad_request(
+                "context_length_exceeded",
+                f"This model's maximum context length is {limit} tokens, but the prompt has {counted.input_tokens}.",
+                "messages" if parsed.endpoint == "chat" else "prompt",
+            )
+        ask = msgspec.structs.replace(
+            ask,
+            input_tokens=counted.input_tokens,
+            input_tokens_source=counted.source,
+            prefix=counted.digest,
+            prefix_stride=counted.stride,
+        )
+        # the words are not needed any more: what the engine gets is in `rest`
+        parsed.messages, parsed.prompt, parsed.template_values = [], "", {}
+        exchange = keeper.open(
+            request,
+            parsed,
+            ask,
+            cache_salt=prefix.cache_salt(keeper.secret, ask.tenant, client.entitled.share_prefix),
+        )
+        try:
+            while not exchange.answered:
+                decision = await exchange.decision()
+                if isinstance(decision, Refuse):
+                    raise refusal(decision.reason, decision.status, decision.retry_after_s)
+                await keeper.relay.run(
+                    exchange, decision.attempt, decision.assigned, keeper.engine_of(decision.assigned.instance)
+                )
+            if exchange.error is not None:
+                raise exchange.error
+            return exchange.response or web.Response(status=499)  # the client left: nobody reads it
+        finally:
+            keeper.close(exchange)
+
+    async def _client(self, request: web.BaseRequest) -> Client:
+        """Who is asking. Raises `ApiError` 401, the same for every way in which a key can be wrong, or 503."""
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        try:
+            # a malformed header is looked up like any other wrong key, and takes as long
+            found = await self._keeper.keys.who(key.strip() if scheme.lower() == "bearer" else "")
+        except KeysUnavailable as error:
+            self._keeper.log.warning("API key not judged", extra={"error": str(error)})
+            raise refusal("unavailable") from None
+        entitled = self._keeper.fleet.tenants.get(found.tenant) if found is not None else None
+        if found is None or entitled is None:
+            raise ApiError(401, "invalid_api_key", "Incorrect API key provided.")
+        classes = entitled.classes
+        if found.classes is not None:
+            classes = tuple(name for name in classes if name in found.classes)
+        return Client(tenant=found.tenant, entitled=entitled, classes=classes)
+
+    def _ask(self, parsed: Parsed, client: Client, request_id: str, received_ms: float) -> Ask:
+        """The request's facts; its tokens are counted later. Raises `ApiError` 400, 403, 404."""
+        keeper = self._keeper
+        fleet = keeper.fleet
+        resolved = fleet.resolve_model(parsed.model_asked)
+        permitted = client.entitled.models
+        if resolved is None or ("*" not in permitted and resolved[0] not in permitted):
+            raise _unknown_model(parsed.model_asked)
+        name = self._class_of(parsed.service_class, client)
+        service_class = fleet.classes[name]
+        e2e_ms, patience_ms = service_class.e2e_ms, service_class.patience_ms
+        if parsed.deadline_ms is not None:
+            e2e_ms = parsed.deadline_ms if e2e_ms is None else min(e2e_ms, parsed.deadline_ms)
+            patience_ms = min(patience_ms, parsed.deadline_ms)
+        return Ask(
+            request_id=request_id,
+            gateway=keeper.name,
+            gateway_incarnation=keeper.incarnation,
+            entry=keeper.site,
+            entry_zone=fleet.sites[keeper.site].zone,
+            tenant=client.tenant,
+            service_class=name,
+            task=parsed.task,
+            model_asked=parsed.model_asked,
+            model=resolved[0],
+            version=resolved[1],
+            stream=parsed.stream,
+            input_tokens=0,
+            output_budget_tokens=parsed.output_budget_tokens,
+            request_bytes=parsed.body_bytes,
+            received_unix_ms=int(received_ms),
+            ttft_ms=service_class.ttft_ms,
+            tpot_ms=service_class.tpot_ms,
+            e2e_ms=e2e_ms,
+            patience_ms=patience_ms,
+        )
+
+    def _class_of(self, declared: str, client: Client) -> str:
+        fleet = self._keeper.fleet
+        if declared:
+            if declared not in fleet.classes:
+                known = ", ".join(client.classes)
+                raise bad_request("unknown_class", f"There is no such class; yours are: {known}.", "metadata.class")
+            if declared not in client.classes:
+                raise ApiError(403, "not_permitted", "Your key may not use this class.", param="metadata.class")
+            return declared
+        for name in (client.entitled.default_class, fleet.info.default_class, *client.classes):
+            if name in client.classes:
+                return name
+        raise ApiError(403, "not_permitted", "Your key may not use any class.")
+
+
+async def _read_body(request: web.BaseRequest, limit: int) -> bytes:
+    """The body, judged while it comes. Raises `ApiError` 413, 415, 408, 400."""
+    if request.content_type != "application/json":
+        raise ApiError(415, "unsupported_media_type", "The body must be application/json.")
+    if (request.content_length or 0) > limit:
+        raise _too_large(limit)
+    if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    content = request.content
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            while data := await content.readany():
+                size += len(data)
+                if size > limit:
+                    raise _too_large(limit)
+                pieces.append(data)
+    except TimeoutError:
+        raise ApiError(408, "body_timeout", "The body did not arrive in time.") from None
+    except web.RequestPayloadError:
+        raise bad_request("invalid_body", "The body could not be read.") from None
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, "body_too_large", f"The body is larger than {limit} bytes.")
+
+
+def _unknown_model(asked: str) -> ApiError:
+    shown = asked[:128]
+    return ApiError(
+        404, "model_not_found", f"The model `{shown}` does not exist or you do not have access to it.", param="model"
+    )
+
+
+def _model_names(fleet: Fleet, client: Client) -> list[str]:
+    """`NAME`, and `NAME@VERSION` for each version, of what the client may use."""
+    names: list[str] = []
+    for name, model in sorted(fleet.models.items()):
+        if "*" in client.entitled.models or name in client.entitled.models:
+            names += [name, *(f"{name}@{version}" for version in model.versions)]
+    return names
+
+
+def _model_object(name: str) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tokenfleet"}
+
+
+def _json(value: object, request_id: str) -> web.Response:
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    return web.Response(body=msgspec.json.encode(value), headers=headers)
