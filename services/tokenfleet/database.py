@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import asyncpg
 import msgspec
 from sqlalchemy import (
     BigInteger,
@@ -91,6 +92,9 @@ class SchemaBehindError(DatabaseError):
 class MigrationsMissingError(DatabaseError):
     """The migration scripts are not where this installation should have them."""
 
+
+#: all that work on the database may raise; the driver's own errors reach us where a connection is being made
+ERRORS = (SQLAlchemyError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError, DatabaseError)
 
 metadata = MetaData()
 
@@ -228,6 +232,8 @@ def create_engine(
         pool_pre_ping=True,
         connect_args={
             "timeout": 5,
+            # for a server that is cut off: the statement's own time-out runs there and cannot reach us
+            "command_timeout": statement_timeout_ms / 1000 + 5 if statement_timeout_ms else None,
             "server_settings": {
                 "application_name": application,
                 "statement_timeout": str(statement_timeout_ms),
@@ -242,14 +248,19 @@ def is_transient(error: BaseException) -> bool:
     """Whether the same work may succeed later: the server is down, overloaded, locked, or chose us as a victim."""
     if isinstance(error, PoolTimeout | OSError | TimeoutError | DatabaseDownError):
         return True
-    if isinstance(error, DBAPIError):
-        if error.connection_invalidated:
-            return True
-        state = str(getattr(error.orig, "sqlstate", None) or "")
-        if state:
-            return state[:2] in _TRANSIENT_CLASSES or state in _TRANSIENT_STATES
-        return isinstance(error, OperationalError | InterfaceError)
-    return False
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    state = str(getattr(cause, "sqlstate", None) or "")
+    if state:
+        return state[:2] in _TRANSIENT_CLASSES or state in _TRANSIENT_STATES
+    return isinstance(error, OperationalError | InterfaceError | asyncpg.InterfaceError)
+
+
+def brief(error: BaseException) -> str:
+    """The first line of an error: never statements, parameters or URLs."""
+    cause = getattr(error, "orig", None) or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -343,16 +354,12 @@ async def _connected(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     try:
         async with engine.connect() as connection:
             yield connection
-    except (SQLAlchemyError, OSError) as error:
-        if is_transient(error):
-            raise DatabaseDownError(f"Postgres cannot be used: {_brief(error)}") from error
+    except DatabaseError:
         raise
-
-
-def _brief(error: BaseException) -> str:
-    """The first line of an error: never statements, parameters or URLs."""
-    cause = getattr(error, "orig", None) or error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    except ERRORS as error:
+        if is_transient(error):
+            raise DatabaseDownError(f"Postgres cannot be used: {brief(error)}") from error
+        raise DatabaseError(f"Postgres refused: {brief(error)}") from error
 
 
 async def schema_state(engine: AsyncEngine) -> SchemaState:

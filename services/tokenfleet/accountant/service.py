@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import nats.errors
 import prometheus_client
 from nats.aio.msg import Msg
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tokenfleet import database
@@ -114,7 +113,7 @@ class Writer:
             self._service.log.error("outcome quarantined", extra={"subject": one.subject, "reason": one.reason[:200]})
         try:
             done = await store.write(self._engine, rows, poison)
-        except (SQLAlchemyError, OSError, database.DatabaseError) as error:
+        except database.ERRORS as error:
             await self._hand_back(batch, error)
             return
         self._pause_s = 0.0
@@ -135,14 +134,13 @@ class Writer:
         settings = self._settings
         self._pause_s = min(settings.retry_max_s, max(settings.retry_min_s, 2 * self._pause_s))
         self._retries.inc()
-        cause = getattr(error, "orig", None) or error
         self._service.log.warning(
             "Postgres did not take a batch; trying again",
             extra={
                 "rows": len(batch),
                 "pause_s": self._pause_s,
                 "transient": database.is_transient(error),
-                "error": (str(cause).strip() or type(cause).__name__).splitlines()[0],
+                "error": database.brief(error),
             },
         )
         for message in batch:

@@ -53,9 +53,7 @@ def load_fleet(path: str) -> "Fleet":
 
 def work(job: Coroutine[Any, Any, T]) -> T:
     """Run a database job; what goes wrong becomes one line and an exit code."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from tokenfleet.database import DatabaseError, DatabaseUrlError, is_transient
+    from tokenfleet.database import ERRORS, DatabaseError, DatabaseUrlError, brief, is_transient
 
     try:
         return asyncio.run(job)
@@ -63,11 +61,9 @@ def work(job: Coroutine[Any, Any, T]) -> T:
         raise UsageError(str(error)) from None
     except DatabaseError as error:
         raise CommandError(str(error)) from None
-    except (SQLAlchemyError, OSError) as error:
-        cause = getattr(error, "orig", None) or error
-        line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+    except ERRORS as error:
         what = "Postgres cannot be used" if is_transient(error) else "Postgres refused"
-        raise CommandError(f"{what}: {line}") from None
+        raise CommandError(f"{what}: {brief(error)}") from None
 
 
 @contextlib.asynccontextmanager
