@@ -213,6 +213,8 @@ class Harness:
         """Start a process; without `filters` it reads every message whose route names `service` as a consumer."""
         node = Node(name, core, service, filters)
         self.nodes[name] = node
+        if isinstance(core, Gateway):
+            core.poke = lambda at_ms: self._perform(node, (WakeAt(at_ms),))
         self.at(self.now_ms, lambda: self._wake(node))
         return node
 
@@ -567,8 +569,11 @@ class Gateway:
         self.script: list[tuple[float, int, str, Open | None]] = []
         self.open: dict[str, Open] = {}
         self.closed: dict[str, OutcomeFinished] = {}
+        self._order = 0
         self.lease_revision = 0
         self.next_lease_ms = 0.0
+        #: set by the harness: a script may grow while it runs
+        self.poke: Callable[[float], None] = lambda at_ms: None
 
     # ---- script
 
@@ -606,14 +611,18 @@ class Gateway:
             patience_ms=cls.patience_ms,
         )
         ask = msgspec.structs.replace(ask, **changes)
-        self.script.append((at_ms, len(self.script), request_id, Open(ask, at_ms, output_tokens)))
+        self._order += 1
+        self.script.append((at_ms, self._order, request_id, Open(ask, at_ms, output_tokens)))
         self.script.sort(key=lambda entry: entry[:2])
+        self.poke(at_ms)
         return ask
 
     def cancel(self, at_ms: float, request_id: str) -> None:
         """The client leaves at this time."""
-        self.script.append((at_ms, len(self.script), request_id, None))
+        self._order += 1
+        self.script.append((at_ms, self._order, request_id, None))
         self.script.sort(key=lambda entry: entry[:2])
+        self.poke(at_ms)
 
     # ---- core
 
