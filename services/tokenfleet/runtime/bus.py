@@ -26,6 +26,7 @@ from nats.js.kv import KeyValue
 
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.settings import Settings
+from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.routes import subject_of
@@ -140,9 +141,7 @@ class Bus:
                 await self.nc.flush(timeout=1)
             except (nats.errors.Error, TimeoutError) as error:
                 log.warning("flush at close failed", extra={"error": repr(error)})
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks)
         self.connected = False  # so that this end is not taken for a lost connection
         await self.nc.close()
 
@@ -368,8 +367,7 @@ class Reader:
         self._stopped = True
         self._bus._readers.discard(self)
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_and_wait([self._task])
         await self._unsubscribe()
 
     def decode(self, captured: Captured) -> Event | None:

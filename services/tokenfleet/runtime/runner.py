@@ -23,6 +23,7 @@ from tokenfleet.fleet import Fleet
 from tokenfleet.runtime.bus import BusError, Captured, Reader
 from tokenfleet.runtime.ownership import Lease
 from tokenfleet.runtime.service import Service
+from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET
 
@@ -138,9 +139,7 @@ class Runner:
         try:
             await service.stopping.wait()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(tasks)
             if self._timer is not None:
                 self._timer.cancel()
 
@@ -314,8 +313,7 @@ class Runner:
                 announce.clear()
                 await self._announce(lease, core)
         finally:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+            await cancel_and_wait([holding])
 
     async def _announce(self, lease: Lease, core: Deciding) -> None:
         """Write the mark until the stream has it; the core decides from reading it back."""

@@ -16,6 +16,7 @@ from tokenfleet.runtime import logs
 from tokenfleet.runtime.bus import Bus, BusError
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.settings import Settings, SettingsError
+from tokenfleet.runtime.tasks import cancel_and_wait
 
 #: how often the fleet file is looked at
 RELOAD_S = 2.0
@@ -72,9 +73,7 @@ class Service:
 
     async def close(self) -> None:
         """Disconnect and stop listening."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(self._tasks)
         await self.bus.close()
         if self._runner is not None:
             await self._runner.cleanup()
