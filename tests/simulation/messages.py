@@ -163,6 +163,7 @@ def finished(
         "input_tokens": ask.input_tokens,
         "received_unix_ms": ask.received_unix_ms,
         "times": Times(e2e_ms=100.0),
+        "ask": None if final else ask,
     }
     return OutcomeFinished(**{**values, **changes})
 

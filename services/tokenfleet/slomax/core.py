@@ -583,6 +583,7 @@ class SLOMax:
             held=message.held,
             heard_ms=now_ms,
         )
+        pool.number = max(pool.number, message.last_released)
         for number, release in list(pool.releases.items()):
             if release.instance == message.instance and number <= message.last_released:
                 held = pool.held.get(release.request_id)

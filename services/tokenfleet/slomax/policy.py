@@ -190,9 +190,9 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
                 for one in passed if held is head else [*passed, head]:
                     one.bypassed += one.home_instance == instance
                 return Choice(held, "earned" if earned else "borrowed")
-        if head is not None:
-            if _waits_for_idle(head, instance, room):
+            if held is head and _waits_for_idle(head, instance, room):
                 return Choice(None, "reserved")
+        if head is not None:
             passed.append(head)
     return Choice(None, _empty(pool))
 
