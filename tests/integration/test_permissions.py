@@ -451,7 +451,7 @@ async def test_the_accountant_shares_a_durable_consumer_of_outcomes(server: Nats
         with pytest.raises(nats.errors.TimeoutError):
             await again.fetch(1, timeout=0.2)
         assert accountant.violations == []
-        await accountant.publish_is_denied(subject_of(example("outcome.finished")))
+        await accountant.publish_is_denied(subject_of(example("request.received")))
 
 
 async def test_only_admin_makes_streams(server: NatsServer) -> None:

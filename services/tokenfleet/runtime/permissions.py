@@ -42,6 +42,8 @@ ENTRY_FAMILIES = frozenset({"request", "admission", "outcome", "gateway"})
 
 #: first part of the scopes whose leases a service may hold
 _OFFICES = {"tokenpilot": ("pool",), "slomax": ("admission", "release"), "fleetmind": ("model",)}
+#: offices without parts: one for the whole fleet
+_FLEET_OFFICES = {"accountant": ("goodput",)}
 _CHECKPOINTED = (*FLEET_SERVICES, *SITE_SERVICES)
 
 
@@ -194,6 +196,7 @@ def _buckets(service: str, site: str) -> Iterator[str]:
         (OWNERS_BUCKET, ".".join([office, *([_key(site)] if service in SITE_SERVICES else []), ">"]))
         for office in _OFFICES.get(service, ())
     ]
+    keys += [(OWNERS_BUCKET, office) for office in _FLEET_OFFICES.get(service, ())]
     if service in _CHECKPOINTED:
         keys.append((CHECKPOINTS_BUCKET, f"{service}.{_key(site) if service in SITE_SERVICES else '>'}"))
     for bucket, key in keys:
