@@ -236,9 +236,7 @@ def _ttft(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Fig
         for nth, run in enumerate(runs):
             group = [record for record in run.records if record.cls == name]
             times = sorted(r.ttft_ms for r in group if r.ttft_ms is not None)
-            if not group or not times:
-                continue
-            latest = max(latest, times[-1])
+            latest = max([latest, *times])
             shares = [100 * (place + 1) / len(group) for place in range(len(times))]
             ax.step(
                 [max(1.0, time) / 1000 for time in times],

@@ -71,10 +71,113 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Names are those of the reference fleet.
-STREAMS: tuple[Stream, ...] = ()
+STREAMS: tuple[Stream, ...] = (
+    # An app's assistant: short turns over a shared system prompt; a part of it is pinned to the newer version.
+    Stream(
+        tenant="studio",
+        cls="chat",
+        task="assistant",
+        share=0.26,
+        models=(("chat-8b", 0.75), ("chat-8b@2", 0.25)),
+        apps=3,
+        app_blocks=2,
+        turns=(2, 6),
+        first=Length(160, 0.7, 20, 900),
+        later=Length(110, 0.7, 20, 700),
+        answer=Length(130, 0.6, 16, 420),
+        pause_s=(2.0, 6.0),
+        answer_s=4.0,
+    ),
+    # A bank's help desk: its data stays in the zone, and its customers wait for every word.
+    Stream(
+        tenant="bank",
+        cls="interactive",
+        task="helpdesk",
+        share=0.14,
+        models=(("chat-8b", 1.0),),
+        apps=2,
+        app_blocks=1,
+        turns=(1, 4),
+        first=Length(140, 0.6, 20, 600),
+        later=Length(90, 0.6, 20, 500),
+        answer=Length(90, 0.5, 16, 260),
+        pause_s=(2.0, 5.0),
+        answer_s=3.0,
+    ),
+    Stream(
+        tenant="bank",
+        cls="document",
+        task="contracts",
+        share=0.08,
+        models=(("doc-32b", 1.0),),
+        app_blocks=1,
+        turns=(1, 2),
+        first=Length(7000, 0.5, 2000, 20_000),
+        later=Length(80, 0.5, 20, 300),
+        answer=Length(200, 0.4, 60, 500),
+        pause_s=(4.0, 6.0),
+        answer_s=8.0,
+    ),
+    # Coding agents: long tool definitions, a history that grows with every call, hardly a pause between calls.
+    Stream(
+        tenant="devtools",
+        cls="agent",
+        task="coding",
+        share=0.27,
+        models=(("chat-8b@2", 0.5), ("chat-8b", 0.5)),
+        burstiness=1.6,
+        apps=2,
+        app_blocks=5,
+        turns=(4, 10),
+        first=Length(700, 0.6, 100, 3000),
+        later=Length(420, 0.8, 40, 2500),
+        answer=Length(80, 0.7, 12, 400),
+        pause_s=(0.4, 1.5),
+        answer_s=3.0,
+    ),
+    Stream(
+        tenant="research",
+        cls="document",
+        task="papers",
+        share=0.09,
+        models=(("doc-32b", 1.0),),
+        app_blocks=1,
+        turns=(1, 1),
+        first=Length(9000, 0.45, 3000, 24_000),
+        later=Length(80, 0.5, 20, 300),
+        answer=Length(240, 0.4, 60, 600),
+    ),
+    # Batch work comes in bursts and is wanted by a deadline, not at once.
+    Stream(
+        tenant="research",
+        cls="batch",
+        task="labels",
+        share=0.1,
+        models=(("doc-32b", 0.4), ("chat-8b", 0.6)),
+        burstiness=3.0,
+        app_blocks=1,
+        first=Length(1800, 0.5, 300, 6000),
+        later=Length(80, 0.5, 20, 300),
+        answer=Length(220, 0.4, 40, 500),
+    ),
+    Stream(
+        tenant="trial",
+        cls="chat",
+        task="assistant",
+        share=0.06,
+        models=(("chat-8b", 1.0),),
+        app_blocks=1,
+        turns=(1, 3),
+        first=Length(200, 0.7, 20, 900),
+        later=Length(110, 0.7, 20, 700),
+        answer=Length(120, 0.6, 16, 400),
+        pause_s=(2.0, 6.0),
+        answer_s=4.0,
+    ),
+)
 
 #: requests per second that load the reference fleet beyond what it can keep its promises for
-RATE_PER_S = 20.0
+RATE_PER_S = 16.0
 DURATION_S = 60.0
 
 
@@ -123,15 +226,20 @@ class _BlockIds:
 
 
 def _starts(dice: random.Random, sessions_per_s: float, duration_s: float, stream: Stream) -> Iterator[float]:
-    """Session starts from before the window to its end: Gamma gaps with the stream's burstiness."""
-    shape = 1 / stream.burstiness**2
-    scale_s = 1 / (sessions_per_s * shape)
+    """Session starts from before the window to its end: Gamma gaps with the stream's burstiness.
+
+    Their number is the rate's, not the dice's (all gaps are scaled to fit): two seeds differ in when and in what, and
+    offer about the same load.
+    """
     before_s = _BEFORE_S if stream.turns[1] > 1 else 0.0
+    span_s = before_s + duration_s
+    count = math.floor(sessions_per_s * span_s + dice.random())
+    shape = 1 / stream.burstiness**2
+    gaps = [dice.gammavariate(shape, 1.0) for _ in range(count + 1)]
+    scale_s = span_s / sum(gaps)
     at_s = -before_s
-    while True:
-        at_s += dice.gammavariate(shape, scale_s)
-        if at_s >= duration_s:
-            return
+    for gap in gaps[:-1]:
+        at_s += gap * scale_s
         yield at_s
 
 
