@@ -825,8 +825,11 @@ class TokenPilot:
 
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
-        if not room.any() and not offer.room.any():
-            return  # full as it was
+        usable = self._usable(name, now_ms)
+        if usable and not any(w.held is not None and not room.lacks(w.held.work) for w in pool.waiting.values()):
+            return  # no held request fits: asking would only be declined
+        if not usable and not offer.room.any():
+            return  # nothing was offered, nothing is taken back
         same = (room, pool.last_released) == (offer.room, offer.last_released)
         if same and (
             offer.unanswered_since_ms is not None
@@ -892,13 +895,19 @@ class TokenPilot:
 
     def _room(self, name: str, now_ms: float) -> Room:
         """Room to offer; none where no request may go at all."""
+        if not self._usable(name, now_ms):
+            return NO_ROOM
+        heard = self.state.view.instances(self.site)[name]
+        return policy.room_of(self.fleet, self.site, heard, self.state.load(name), now_ms, self.knobs)
+
+    def _usable(self, name: str, now_ms: float) -> bool:
+        """Whether requests may go to the instance, as far as that does not depend on the request."""
         heard = self.state.view.instances(self.site).get(name)
         if heard is None:
-            return NO_ROOM
+            return False
         report = heard.report
-        if not report.ready or report.draining or now_ms - heard.heard_ms > FRESH_MS or not report.endpoint_url:
-            return NO_ROOM
-        return policy.room_of(self.fleet, self.site, heard, self.state.load(name), now_ms, self.knobs)
+        fresh = now_ms - heard.heard_ms <= FRESH_MS
+        return report.ready and not report.draining and fresh and bool(report.endpoint_url)
 
     def _answer_ms(self) -> float:
         """How long SLOMax may take: it may run at any entry."""
