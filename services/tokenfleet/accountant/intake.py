@@ -105,10 +105,11 @@ class Intake:
         if subscription is None or not self._bus.connected:
             return
         try:
-            await subscription.unsubscribe()
+            # draining: what the server had sent before it heard of our leaving is ours to give back too
+            await asyncio.wait_for(subscription.drain(), 2)
             while self._arrived:
                 await self._arrived.popleft().nak()
-        except nats.errors.Error as error:
+        except (nats.errors.Error, TimeoutError) as error:
             log.debug("intake stopped while the bus was away", extra={"error": repr(error)})
 
     async def _wait(self, deadline_s: float) -> bool:
@@ -148,16 +149,17 @@ class Intake:
 
     async def _on_message(self, message: Msg) -> None:
         status = None if message.data else (message.headers or {}).get("Status")
-        current = message.subject.rpartition(".")[2] == str(self._request)
-        if current or status is None:
-            self._heard_s = asyncio.get_running_loop().time()
         if status is None:
+            # an event bears its own subject, not that of the request; counting one of an older request against the
+            # present one only makes us ask a little early
+            self._heard_s = asyncio.get_running_loop().time()
+            self._owed = max(0, self._owed - 1)
             self._arrived.append(message)
-            if current:
-                self._owed = max(0, self._owed - 1)
             self._news.set()
-        elif current and status != "100":
-            self._heed(status, (message.headers or {}).get("Description", ""))
+        elif message.subject == f"{self._inbox}.{self._request}":
+            self._heard_s = asyncio.get_running_loop().time()
+            if status != "100":
+                self._heed(status, (message.headers or {}).get("Description", ""))
 
     def _heed(self, status: str, description: str) -> None:
         """End of the request: 404 nothing there, 408 time is up, 409 shutting down or consumer gone, 503 nobody."""

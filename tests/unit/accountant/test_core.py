@@ -264,7 +264,7 @@ def test_the_truth_takes_the_place_of_a_guess() -> None:
 
 
 def test_only_the_replica_in_office_speaks_and_its_successor_says_what_is_missing() -> None:
-    """Two accountants: each outcome is said once; if the one in office dies before the stream has it, the next says it."""
+    """Two accountants: one says each loss; if it dies before the stream has it, the next one does."""
     standby = World(term=0)
     standby.core.leave_office()
     standby.request("r1")

@@ -73,7 +73,7 @@ def told(measured: Measured) -> dict[str, object]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_windows_say_what_a_plain_recount_says(seed: int) -> None:
-    """Late, repeated-away and burst arrivals over ten minutes: after every step, the last word on each window is right."""
+    """Late, withdrawn and burst arrivals over ten minutes: after every step the last word on each window is right."""
     rng = random.Random(seed)
     windows = Windows(WINDOWS_S, step_ms=2000)
     groups: list[Group] = [CHAT, ("batch", "acme", "m", "c"), ("chat", "other", "n", "")]
