@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenfleet.gateway.service import run
+from tokenfleet.gateway.service import main
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main())

@@ -36,7 +36,8 @@ from tokenfleet.gateway.settings import Limits
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
 from tokenfleet.gateway.tokenization import Tokenization, TokenizationError
 from tokenfleet.runtime.bus import BusDown, Reader
-from tokenfleet.runtime.service import Service, main
+from tokenfleet.runtime.service import Service
+from tokenfleet.runtime.service import main as run_service
 from tokenfleet_schemas.admission import REASONS
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
@@ -482,10 +483,13 @@ async def body(service: Service) -> None:
     try:
         keeper = Gatekeeper(service, find_key=functools.partial(api_keys.find, database))
         await keeper.run()
+    except GatewayError as error:
+        service.log.error("cannot serve", extra={"error": str(error)})
+        raise SystemExit(2) from None
     finally:
         await database.dispose()
 
 
-def run() -> int:
-    """Run a gateway by the environment; its exit code."""
-    return main("gateway", body, database=True)
+def main() -> int:
+    """Run a gateway by the environment; its exit code: 0 stopped, 1 it failed, 2 settings or fleet are wrong."""
+    return run_service("gateway", body, database=True)
