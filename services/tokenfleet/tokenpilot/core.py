@@ -834,7 +834,7 @@ class TokenPilot:
         if same and (
             offer.unanswered_since_ms is not None
             or now_ms < offer.declined_until_ms
-            or now_ms - offer.said_ms < self.knobs.offer_repeat_ms
+            or (offer.declined_until_ms <= offer.said_ms and now_ms - offer.said_ms < self.knobs.offer_repeat_ms)
         ):
             return
         if now_ms - offer.said_ms < self.knobs.offer_gap_ms:
