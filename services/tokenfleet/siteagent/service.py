@@ -1,0 +1,282 @@
+"""The site agent's shell: polls every engine of the site on its own, probes the other sites, feeds the core.
+
+Each instance has a task of its own with its own time-outs, so that a hung engine delays nobody else's samples.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tokenfleet.fleet import Fleet, Instance
+from tokenfleet.runtime.runner import Read, Runner
+from tokenfleet.runtime.service import Service
+from tokenfleet.runtime.settings import SettingsError
+from tokenfleet.siteagent import engines
+from tokenfleet.siteagent.core import SiteAgentCore
+from tokenfleet.siteagent.settings import Knobs
+from tokenfleet.siteagent.state import Identity, Metrics, ProbeTaken, Sample
+from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.routes import stream_of, subject_filter
+
+log = logging.getLogger("tokenfleet.siteagent")
+
+#: a longer answer of an engine is not read to its end
+_ANSWER_BYTES_MAX = 8 * 1024 * 1024
+
+
+async def body(service: Service) -> None:
+    """The agent of `service.settings.site`, until the service stops; raises `SettingsError` for an unknown site."""
+    site = service.settings.site
+    if site not in service.fleet.sites:
+        raise SettingsError(f"TOKENFLEET_SITE={site!r}: no such site in the fleet file")
+    core = SiteAgentCore(service.fleet, site, began=secrets.token_hex(4))
+    plans = Read(filter=subject_filter("plan", site=site), stream=stream_of("plan"), latest=True, since_s=None)
+    runner = Runner(service, core, [plans])
+    agent = Agent(core, runner, os.environ, core.knobs)
+    service.on_reload(agent.follow)
+    running = asyncio.ensure_future(runner.run())
+    current = asyncio.ensure_future(runner.caught_up.wait())
+    try:
+        await asyncio.wait({running, current}, return_when=asyncio.FIRST_COMPLETED)
+        if current.done():
+            agent.follow(service.fleet)
+        await running
+    finally:
+        current.cancel()
+        running.cancel()
+        await agent.stop()
+        await asyncio.gather(current, running, return_exceptions=True)
+
+
+class Agent:
+    """The polling and probing tasks, one per declared instance and one per other site."""
+
+    def __init__(
+        self, core: SiteAgentCore, runner: "Runner | Feeding", environ: Mapping[str, str], knobs: Knobs
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._environ = environ
+        self._knobs = knobs
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._polled: dict[str, Instance] = {}
+        self._fleet: Fleet | None = None
+        self._numbers = count(1)
+
+    def follow(self, fleet: Fleet) -> None:
+        """Poll what this fleet declares at the site, stop polling what it does not."""
+        self._fleet = fleet
+        site = fleet.sites.get(self._core.site)
+        declared = site.instances if site is not None else {}
+        for name in [name for name, one in self._polled.items() if declared.get(name) != one]:
+            del self._polled[name]
+            self._cancel("poll", name)
+        for name, one in declared.items():
+            if name not in self._polled:
+                self._polled[name] = one
+                self._start("poll", name, partial(self._poll, name, one))
+        others = {name for name, other in fleet.sites.items() if name != self._core.site and other.instances}
+        for kind, name in list(self._tasks):
+            if kind == "probe" and name not in others:
+                self._cancel(kind, name)
+        for name in sorted(others):
+            if ("probe", name) not in self._tasks:
+                self._start("probe", name, partial(self._probe, name))
+
+    async def stop(self) -> None:
+        """End all tasks and connections."""
+        tasks = list(self._tasks.values())
+        for key in list(self._tasks):
+            self._cancel(*key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _start(self, kind: str, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks[kind, name] = asyncio.get_running_loop().create_task(self._keep(kind, name, work))
+
+    def _cancel(self, kind: str, name: str) -> None:
+        self._tasks.pop((kind, name)).cancel()
+
+    async def _keep(self, kind: str, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """A fault of ours in one task must not leave an instance unwatched and reported as it last was."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("task failed; begun anew", extra={"task": kind, "of": name})
+            await asyncio.sleep(self._knobs.poll_ms / 1000)
+
+    # --- instances ------------------------------------------------------------------------------------------
+
+    async def _poll(self, name: str, declared: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        engine = Engine(self._http(), declared, self._credential(declared.credential), self._knobs)
+        next_s = loop.time()
+        while True:
+            self._runner.feed(await self._sample(name, engine))
+            # on a fixed grid, so that two runs poll alike; a slow engine skips beats instead of being hurried
+            next_s = max(next_s + self._knobs.poll_ms / 1000, loop.time())
+            await asyncio.sleep(next_s - loop.time())
+
+    async def _sample(self, name: str, engine: "Engine") -> Sample:
+        (health, failure), metrics = await asyncio.gather(engine.health(), engine.metrics())
+        identity = None
+        if health is not None and engine.must_identify(metrics, self._core.wants_identity(name)):
+            identity = await engine.identify()
+        return Sample(
+            id=f"sample:{name}:{next(self._numbers)}",
+            site=self._core.site,
+            instance=name,
+            health=health,
+            failure=failure,
+            metrics=metrics,
+            identity=identity,
+        )
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self._knobs.request_timeout_ms / 1000)
+            # engines close idle connections after 5 s; no common limit, so that nobody waits for another's connection
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=True)
+        return self._session
+
+    def _credential(self, name: str) -> str:
+        token = "".join(char if char.isalnum() else "_" for char in name.upper())
+        return self._environ.get(f"TOKENFLEET_CREDENTIAL_{token}", "") if name else ""
+
+    # --- network --------------------------------------------------------------------------------------------
+
+    async def _probe(self, other: str) -> None:
+        loop = asyncio.get_running_loop()
+        next_s = loop.time()
+        for turn in count():
+            instances = list(self._fleet.sites[other].instances.values()) if self._fleet is not None else []
+            if instances:
+                rtt_ms = await connect_ms(instances[turn % len(instances)].url, self._knobs.probe_timeout_ms)
+                self._runner.feed(
+                    ProbeTaken(
+                        id=f"probe:{other}:{next(self._numbers)}",
+                        site=self._core.site,
+                        other_site=other,
+                        rtt_ms=rtt_ms,
+                    )
+                )
+            next_s = max(next_s + self._knobs.probe_ms / 1000, loop.time())
+            await asyncio.sleep(next_s - loop.time())
+
+
+class Feeds(Protocol):
+    """What the agent needs of a runner."""
+
+    def feed(self, event: Event) -> None:
+        """Hand an input to the core."""
+        ...
+
+
+class Engine:
+    """One engine's HTTP endpoints, asked in a way that always ends."""
+
+    def __init__(self, session: aiohttp.ClientSession, declared: Instance, secret: str, knobs: Knobs) -> None:
+        self._session = session
+        self._declared = declared
+        self._base = declared.url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        self._knobs = knobs
+        self._started: float | None = None
+        self._identified_s: float | None = None
+
+    async def health(self) -> tuple[int | None, str]:
+        """(status, why there is none: `refused` or `silent`)."""
+        try:
+            status, _ = await self._get("/health")
+        except (aiohttp.ClientConnectorError, ConnectionResetError):
+            return None, "refused"
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None, "silent"
+        return status, ""
+
+    async def metrics(self) -> Metrics | None:
+        """The page in one form; None without one in time. An engine that has no such page says nothing: all unknown."""
+        try:
+            status, page = await self._get("/metrics")
+            if status == 404:
+                return Metrics()
+            return engines.metrics(self._declared.engine, page) if status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):  # EngineError is a ValueError
+            return None
+
+    def must_identify(self, metrics: Metrics | None, wanted: bool) -> bool:
+        """Whether to ask who it is: nobody knows, it began anew, or it has not been asked for a while."""
+        started = metrics.started_unix_s if metrics is not None else self._started
+        anew, self._started = started != self._started, started
+        now_s = asyncio.get_running_loop().time()
+        old = self._identified_s is None or now_s - self._identified_s >= self._knobs.identity_ms / 1000
+        return wanted or anew or old
+
+    async def identify(self) -> Identity | None:
+        """What it serves, and its version; None without an answer."""
+        models, version = await asyncio.gather(
+            self._get("/v1/models"),
+            self._get(engines.VERSION_PATHS[self._declared.engine]),
+            return_exceptions=True,
+        )
+        for failure in (models, version):
+            if isinstance(failure, BaseException) and not isinstance(failure, _FAILURES):
+                raise failure
+        if isinstance(models, BaseException) or models[0] != 200:
+            return None
+        try:
+            served = engines.models(models[1])
+        except engines.EngineError:
+            return None
+        said = "" if isinstance(version, BaseException) or version[0] != 200 else engines.version(version[1])
+        self._identified_s = asyncio.get_running_loop().time()
+        return Identity(served=served, engine_version=said)
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        async with self._session.get(self._base + path, headers=self._headers, allow_redirects=False) as answer:
+            content = b""
+            async for chunk in answer.content.iter_any():
+                content += chunk
+                if len(content) > _ANSWER_BYTES_MAX:
+                    raise ValueError(f"{path}: an answer of more than {_ANSWER_BYTES_MAX} bytes")
+            return answer.status, content
+
+
+_FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
+
+
+async def connect_ms(url: str, timeout_ms: float) -> float | None:
+    """How long a TCP connection to a URL's host takes, ms: one round trip, and a refusal is one too. None: lost."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            # the name is looked up before the clock starts
+            family, kind, number, _, address = (await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM))[
+                0
+            ]
+            with socket.socket(family, kind, number) as connection:
+                connection.setblocking(False)
+                began_s = loop.time()
+                try:
+                    await loop.sock_connect(connection, address)
+                except ConnectionRefusedError:
+                    pass  # the host answered
+                return (loop.time() - began_s) * 1000
+    except (OSError, TimeoutError):
+        return None
