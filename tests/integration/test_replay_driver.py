@@ -193,9 +193,7 @@ async def test_a_client_that_loses_patience_is_cancelled_and_leaves(engine: Fake
 
 async def test_what_is_open_after_the_drain_is_unfinished(engine: FakeEngine) -> None:
     """A run ends; requests that did not are counted, not dropped."""
-    part = await driver.drive(
-        [planned(0), planned(1, task="hang")], target(engine, drain_s=0.4, timeout_s=60)
-    )
+    part = await driver.drive([planned(0), planned(1, task="hang")], target(engine, drain_s=0.4, timeout_s=60))
     assert [record.outcome for record in part.records] == ["completed", "unfinished"]
 
 
@@ -223,9 +221,7 @@ async def test_several_processes_share_one_clock_and_lose_nothing(engine: FakeEn
     """Where one Python process would lag the plan is dealt out; the records come back as one run's."""
     plan = [planned(n, at_s=n * 0.02) for n in range(30)]
     seen: list[driver.Progress] = []
-    run = await asyncio.to_thread(
-        driver.run, plan, target(engine), processes=2, on_progress=seen.append
-    )
+    run = await asyncio.to_thread(driver.run, plan, target(engine), processes=2, on_progress=seen.append)
     assert run.processes == 2
     assert [record.index for record in run.records] == list(range(30))
     assert {record.outcome for record in run.records} == {"completed"}

@@ -146,10 +146,11 @@ _CELLS: tuple[tuple[str, Callable[[Result], str]], ...] = (
 def _figures(runs: Sequence[ShownRun]) -> str:
     heads = "".join(f'<th colspan="{len(runs)}">{title}</th>' for title, _ in _CELLS)
     under = "".join(
-        f'<th class="run" style="color:{_RUN_COLOURS[nth % len(_RUN_COLOURS)]}">{html.escape(run.report.policy)}</th>'
+        f'<th class="run" title="{html.escape(run.report.policy)}">{_dot(nth)}</th>'
         for _ in _CELLS
         for nth, run in enumerate(runs)
     )
+    legend = "&emsp;".join(f"{_dot(nth)} {html.escape(run.report.policy)}" for nth, run in enumerate(runs))
     rows: list[str] = []
     groups: list[tuple[str, Callable[[RunReport], dict[str, Result]]]] = [
         ("", lambda r: {"overall": r.overall}),
@@ -172,11 +173,15 @@ def _figures(runs: Sequence[ShownRun]) -> str:
             )
             rows.append(f"<tr><th>{html.escape(name)}</th><td>{offered}</td>{cells}</tr>")
     return (
-        f'<section class="wide"><table><thead><tr><th></th><th>offered</th>{heads}</tr>'
+        f'<section class="wide"><p>{legend}</p><table><thead><tr><th></th><th>offered</th>{heads}</tr>'
         f"<tr><th></th><th></th>{under}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
         "<p>TTFT is over offered requests: <i>never</i> means that the rank falls on a request without a token.</p>"
         "</section>"
     )
+
+
+def _dot(nth: int) -> str:
+    return f'<span style="color:{_RUN_COLOURS[nth % len(_RUN_COLOURS)]}">&#9679;</span>'
 
 
 def _time(value_ms: float | None) -> str:
@@ -257,7 +262,8 @@ def _ttft(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Fig
         ax.set_xlabel("seconds")
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes[0].set_ylabel("% of offered requests")
-    axes[-1].legend(loc="lower right", fontsize=8.5)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5)
     return figure
 
 
@@ -333,7 +339,7 @@ padding:14px 18px;font-size:13.5px}
 .big{font-size:34px;font-weight:700;line-height:1.2}.big small{font-size:14px;font-weight:400;color:#5c6670}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:12.5px;font-variant-numeric:tabular-nums}
 th,td{padding:4px 7px;text-align:right;white-space:nowrap}thead th{text-align:center;color:#5c6670;font-weight:600}
-thead .run{text-align:right;font-size:11px}tbody th{text-align:left;font-weight:600}
+thead .run{text-align:right;font-size:13px;padding-top:0}tbody th{text-align:left;font-weight:600}
 tbody tr{border-top:1px solid #eef1f3}td.first{border-left:1px solid #e1e5e9}
 .group th{padding-top:12px;color:#5c6670;font-weight:600;font-size:12px}
 """

@@ -66,9 +66,7 @@ def test_what_a_row_says_wins_over_the_rules_and_the_user_wins_over_the_row() ->
         ({}, Choices(default_model="zz"), "model 'zz'"),
     ],
 )
-def test_a_row_that_cannot_be_judged_is_refused(
-    fields: dict[str, object], choices: Choices, says: str
-) -> None:
+def test_a_row_that_cannot_be_judged_is_refused(fields: dict[str, object], choices: Choices, says: str) -> None:
     """Better no run than one whose requests all answer 404."""
     with pytest.raises(PlanError, match=says):
         planned(row(**fields), choices=choices)

@@ -25,9 +25,7 @@ def shared(one: bytes, other: bytes) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(1, 6000), with_blocks=st.integers(0, 12), partial=st.booleans())
-def test_a_prompt_has_exactly_the_tokens_of_its_row(
-    tokens: int, with_blocks: int, partial: bool
-) -> None:
+def test_a_prompt_has_exactly_the_tokens_of_its_row(tokens: int, with_blocks: int, partial: bool) -> None:
     """Input lengths decide the load; a template that adds its own tokens on top would falsify every trace."""
     most = -(-tokens // 512) if partial else tokens // 512
     maker = PromptMaker(1)
