@@ -9,6 +9,9 @@ can be reused only once its tokens were computed.
 Refuses to know clocks, text and transport. Time arrives as `now_ms` (any origin, never backwards); a step is planned by
 `next_step` and completed by `finish_step`, by whoever owns the clock.
 
+Steps that only decode are alike until somebody finishes, arrives or leaves: `next_run` plans as many of them at once as
+can be foreseen, with the same result as one after the other, for a driver whose clock may jump.
+
 Blocks are counted, not numbered: a sequence holds some blocks under their hashes (shared, reusable) and a number of
 private ones. That keeps a decode step at a few operations a sequence and a prefill at a few a block.
 """
@@ -115,9 +118,9 @@ class Sequence:
 
 
 class StepPlan:
-    """One step under way: who decodes a token, who prefills how much, and when it ends."""
+    """One step under way, or a run of equal ones: who decodes a token, who prefills how much, and when it ends."""
 
-    __slots__ = ("decodes", "end_ms", "kv_tokens", "prefills", "start_ms")
+    __slots__ = ("decodes", "end_ms", "growth_ms", "kv_tokens", "prefills", "start_ms", "step_ms", "steps")
 
     def __init__(
         self,
@@ -133,6 +136,31 @@ class StepPlan:
         self.prefills = prefills
         #: context tokens that the decodes read
         self.kv_tokens = kv_tokens
+        #: steps until `end_ms`; `finish_step` completes them all
+        self.steps = 1
+        #: duration of the first of them, and by how much each is longer than the one before it
+        self.step_ms = end_ms - start_ms
+        self.growth_ms = 0.0
+
+    def after_ms(self, steps: int) -> float:
+        """When so many steps from now have ended."""
+        return self.start_ms + steps * self.step_ms + self.growth_ms * (steps * (steps - 1) / 2)
+
+    def steps_before(self, at_ms: float) -> int:
+        """How many of the steps have ended by then, at most all but the last."""
+        low, high = 0, self.steps - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.after_ms(middle) <= at_ms:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def cut(self, steps: int) -> None:
+        """End after so many steps."""
+        self.steps = steps
+        self.end_ms = self.after_ms(steps)
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,8 +254,12 @@ class Engine:
         self._numbers += 1
         seq = Sequence(id, prompt_tokens, output_tokens, block_hashes, priority, self._numbers, now_ms, owner)
         self._open[id] = seq
-        self._arriving.append((now_ms + self.profile.api_delay_ms, seq))
+        ready_ms = now_ms + self.profile.api_delay_ms
+        self._arriving.append((ready_ms, seq))
         self._arriving_count += 1
+        step = self._step
+        if step is not None and step.steps > 1 and ready_ms < step.after_ms(step.steps - 1):
+            self._cut(step, ready_ms)
         return seq
 
     def cancel(self, id: str, now_ms: float) -> bool:
@@ -235,6 +267,7 @@ class Engine:
         seq = self._open.pop(id, None)
         if seq is None:
             return False
+        self.interrupt(now_ms)
         if seq.phase is Phase.RUNNING:
             self._running.remove(seq)
             self._release(seq)
@@ -340,14 +373,45 @@ class Engine:
         self._steps_total += 1
         return self._step
 
+    def next_run(self, now_ms: float) -> StepPlan | None:
+        """As `next_step`, but a step that only decodes brings all the equal ones that follow it.
+
+        The plan then ends with the last of them; `submit` and `cancel` shorten it, so `end_ms` is to be read again
+        after either. `finish_step` names the sequences that gained a token by the last step; the others of a run
+        gained theirs before. Call `settle` before reading `stats` or a sequence in the middle of a run.
+        """
+        preemptions = self._preemptions_total
+        plan = self.next_step(now_ms)
+        # What a preemption freed is offered to the waiting by the next step.
+        if plan is not None and not plan.prefills and preemptions == self._preemptions_total:
+            self._extend(plan)
+        return plan
+
+    def settle(self, now_ms: float) -> None:
+        """Complete those steps of the run under way that have ended by now."""
+        step = self._step
+        if step is not None and step.steps > 1:
+            ended = step.steps_before(now_ms)
+            if ended:
+                self._advance(step, ended)
+
+    def interrupt(self, now_ms: float) -> None:
+        """Let the run under way end with its present step: something is about to change."""
+        self.settle(now_ms)
+        if self._step is not None and self._step.steps > 1:
+            self._step.cut(1)
+
     def finish_step(self, now_ms: float) -> list[Sequence]:
         """Complete the step under way: the sequences that gained exactly one token by it, finished ones included.
 
-        Finished ones have phase `FINISHED`, their blocks are released. Raises `EngineError` without a step.
+        Of a run, by its last step. Finished ones have phase `FINISHED`, their blocks are released. Raises
+        `EngineError` without a step.
         """
         step = self._step
         if step is None:
             raise EngineError("no step is under way")
+        if step.steps > 1:
+            self._advance(step, step.steps - 1)
         self._step = None
         gained: list[Sequence] = []
         finished = False
@@ -462,6 +526,50 @@ class Engine:
             raise EngineError(f"counted {counts} arriving, waiting, running among {len(phases)}")
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _extend(self, plan: StepPlan) -> None:
+        """Add the equal steps after a decode step: until one finishes, an arrival is ready or blocks run short."""
+        decodes, block = plan.decodes, self.profile.block_tokens
+        steps = min(seq.output_tokens - seq.generated for seq in decodes)
+        if steps < 2 or any(seq.generated == 0 for seq in decodes):
+            return
+        free = self._free + len(self._idle)
+        while steps > 1 and sum((s._computed + steps - 1) // block + 1 - s._blocks for s in decodes) > free:
+            steps //= 2
+        if steps > 1:
+            plan.growth_ms = self.profile.k_ns_per_kv_token * len(decodes) * 1e-6 * self.slowdown
+            plan.cut(steps)
+            ready_ms = self.ready_at_ms
+            if ready_ms is not None and ready_ms < plan.after_ms(steps - 1):
+                self._cut(plan, ready_ms)
+
+    def _cut(self, plan: StepPlan, at_ms: float) -> None:
+        """Let a run end with the step that is under way at a time: what is ready then joins the next."""
+        ended = plan.steps_before(at_ms)
+        plan.cut(ended if ended and plan.after_ms(ended) == at_ms else ended + 1)
+
+    def _advance(self, plan: StepPlan, steps: int) -> None:
+        """Complete the first steps of a run, in which nobody begins or finishes; the rest of it goes on."""
+        block = self.profile.block_tokens
+        need = 0
+        for seq in plan.decodes:
+            before = seq._computed
+            seq._computed = done = before + steps
+            seq.generated += steps
+            if len(seq._hashes) > before // block:
+                self._share(seq, before // block, done // block)
+            # As the next step's plan would: its one token needs room.
+            more = done // block + 1 - seq._blocks
+            if more > 0:
+                seq._blocks += more
+                need += more
+        self._take(need)
+        self._generation_tokens_total += steps * len(plan.decodes)
+        self._steps_total += steps
+        plan.start_ms = plan.after_ms(steps)
+        plan.step_ms += steps * plan.growth_ms
+        plan.kv_tokens += steps * len(plan.decodes)
+        plan.steps -= steps
 
     def _arrive(self, now_ms: float) -> None:
         arriving = self._arriving

@@ -340,3 +340,78 @@ def test_any_run_conserves_blocks_work_and_tokens(
             assert tokens[str(index)] == requests[index][1]
     engine.clear_cache()
     assert engine.stats().blocks_free == engine.blocks_total
+
+
+def play(jobs: list[tuple[float, int, int]], cancels: dict[int, float], profile_: Profile, *, runs: bool) -> object:
+    """Drive an engine through submissions and cancellations; ends by id, and what it counted."""
+    engine = Engine(profile_)
+    todo: list[tuple[float, int, int]] = [(at_ms, 0, n) for n, (at_ms, _, _) in enumerate(jobs)]
+    todo += [(at_ms, 1, n) for n, at_ms in cancels.items()]
+    todo.sort()
+    ends: dict[str, tuple[float, float, int]] = {}
+    now_ms = 0.0
+    while True:
+        step = engine.stepping
+        due = step.end_ms if step is not None else engine.ready_at_ms
+        if todo and (due is None or todo[0][0] < due):
+            now_ms, kind, n = todo.pop(0)
+            if kind == 0:
+                _, prompt, output = jobs[n]
+                engine.submit(str(n), prompt_tokens=prompt, output_tokens=output, now_ms=now_ms)
+            else:
+                engine.cancel(str(n), now_ms)
+        elif due is None:
+            return ends, engine.stats()
+        else:
+            now_ms = due
+            if step is not None:
+                for seq in engine.finish_step(now_ms):
+                    if seq.phase is Phase.FINISHED:
+                        ends[seq.id] = (round(now_ms, 6), round(seq.first_token_ms, 6), seq.preemptions)
+            engine.check()
+            if runs:
+                engine.next_run(now_ms)
+            else:
+                engine.next_step(now_ms)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(st.floats(0, 900), st.integers(1, 40), st.integers(1, 60)),
+        min_size=1,
+        max_size=9,
+        unique_by=lambda j: j[0],
+    ),
+    cancelled=st.dictionaries(st.integers(0, 8), st.floats(0.5, 1500), max_size=2),
+    kv_tokens=st.sampled_from([104, 160, 400]),
+)
+def test_runs_of_equal_steps_give_what_single_steps_give(
+    jobs: list[tuple[float, int, int]], cancelled: dict[int, float], kv_tokens: int
+) -> None:
+    """The simulator skips equal decode steps; were a run not the same as its steps, its verdicts would be its own."""
+    made = small(kv_tokens=kv_tokens, k_ns_per_kv_token=3000.0, api_delay_ms=1.5, per_sequence_us=100.0)
+    # Distinct moments: what happens first at one and the same instant is the driver's choice, not the engine's.
+    jobs = sorted((at_ms + 0.000137 * n, prompt, output) for n, (at_ms, prompt, output) in enumerate(jobs))
+    cancels = {n: max(at_ms, jobs[n][0] + 0.31) for n, at_ms in cancelled.items() if n < len(jobs)}
+    assert play(jobs, cancels, made, runs=True) == play(jobs, cancels, made, runs=False)
+
+
+def test_a_run_is_one_plan_until_somebody_arrives() -> None:
+    """Without runs, every token of an answer costs the simulator an event."""
+    engine = Engine(small(kv_tokens=400))
+    engine.submit("a", prompt_tokens=4, output_tokens=50, now_ms=0)
+    engine.next_run(0)
+    engine.finish_step(10)
+    run = engine.next_run(10)
+    assert run is not None
+    assert (run.steps, run.end_ms) == (49, 500)
+    engine.submit("b", prompt_tokens=4, output_tokens=2, now_ms=123)
+    assert (run.steps, run.end_ms) == (12, 130)
+    engine.settle(57)
+    assert (run.steps, run.start_ms) == (8, 50)
+    assert engine.stats().generation_tokens_total == 5
+    assert engine.cancel("a", 57)
+    assert run.end_ms == 60
+    assert engine.finish_step(60) == []
+    engine.check()
