@@ -1,5 +1,6 @@
 """TokenPilot's shell: its core on the runtime, reading only its own site."""
 
+from tokenfleet.fleet import Fleet
 from tokenfleet.runtime.runner import Read, run_core
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_main
@@ -26,7 +27,7 @@ def reads(service: Service) -> tuple[Read, ...]:
 
     def accept(subject: str) -> bool:
         leaf = subject.rpartition(".")[2]
-        return leaf == NONE or leaf in {slug(name) for name in service.fleet.sites[site].instances}
+        return leaf == NONE or leaf in _leaves(service, site)
 
     return (
         Read(
@@ -40,6 +41,18 @@ def reads(service: Service) -> tuple[Read, ...]:
         Read(filter=subject_filter(OutcomeFinished), stream=stream_of(OutcomeFinished), accept=accept),
         Read(filter=subject_filter(GatewayLeased), stream=stream_of(GatewayLeased), since_s=60),
     )
+
+
+def _leaves(service: Service, site: str) -> frozenset[str]:
+    """Subject tokens of the site's instances, after a reload those of the new fleet file."""
+    fleet = service.fleet
+    known = _LEAVES.get(site)
+    if known is None or known[0] is not fleet:
+        known = _LEAVES[site] = (fleet, frozenset(slug(name) for name in fleet.sites[site].instances))
+    return known[1]
+
+
+_LEAVES: dict[str, tuple[Fleet, frozenset[str]]] = {}
 
 
 async def body(service: Service) -> None:
