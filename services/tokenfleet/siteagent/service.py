@@ -60,9 +60,7 @@ async def body(service: Service) -> None:
 class Agent:
     """The polling and probing tasks, one per declared instance and one per other site."""
 
-    def __init__(
-        self, core: SiteAgentCore, runner: "Runner | Feeding", environ: Mapping[str, str], knobs: Knobs
-    ) -> None:
+    def __init__(self, core: SiteAgentCore, runner: "Feeds", environ: Mapping[str, str], knobs: Knobs) -> None:
         self._core = core
         self._runner = runner
         self._environ = environ
