@@ -1,9 +1,12 @@
 """TokenPilot's shell: its core on the runtime, reading only its own site."""
 
+import sys
+
 from tokenfleet.fleet import Fleet
 from tokenfleet.runtime.runner import Read, run_core
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_main
+from tokenfleet.runtime.settings import SettingsError
 from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.lease import GatewayLeased
@@ -13,7 +16,7 @@ from tokenfleet_schemas.routes import stream_of, subject_filter
 from tokenfleet_schemas.tokens import NONE, slug
 
 
-class SiteError(ValueError):
+class SiteError(SettingsError):
     """TOKENFLEET_SITE names no site of the fleet file, or one without instances: there is nothing to place on."""
 
 
@@ -65,4 +68,8 @@ async def body(service: Service) -> None:
 
 def main() -> int:
     """Entry point of `tokenfleet run tokenpilot`; returns the exit code."""
-    return run_main("tokenpilot", body)
+    try:
+        return run_main("tokenpilot", body)
+    except SiteError as error:
+        print(f"tokenfleet tokenpilot: {error}", file=sys.stderr)
+        return 2
