@@ -48,6 +48,9 @@ class Up:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read())
+        except OSError:
+            # nobody listens: the gateway is being started again
+            return 0, {}
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -60,6 +63,8 @@ def run_up(data_dir: Path, *options: str) -> Iterator[Up]:
     ready_file = data_dir.with_name(f"{data_dir.name}.ready.json")
     log = data_dir.with_name(f"{data_dir.name}.log")
     command = [sys.executable, "-m", "tokenfleet.cli", "up", "--data-dir", str(data_dir), "--ready-file"]
+    # left by one that was killed
+    ready_file.unlink(missing_ok=True)
     with log.open("a") as out:
         process = subprocess.Popen([*command, str(ready_file), *options], stdout=out, stderr=out, text=True)
     try:
@@ -80,11 +85,12 @@ def leftovers(data_dir: Path) -> list[str]:
     found = []
     for process in psutil.process_iter():
         try:
-            words = [*process.cmdline(), *process.environ().values()]
+            command, environment = process.cmdline(), process.environ()
         except psutil.Error:
+            # gone, or a zombie
             continue
-        if process.pid != os.getpid() and any(str(data_dir) in word for word in words):
-            found.append(f"{process.pid} {' '.join(process.cmdline())}")
+        if process.pid != os.getpid() and any(str(data_dir) in word for word in (*command, *environment.values())):
+            found.append(f"{process.pid} {' '.join(command)}")
     return found
 
 
