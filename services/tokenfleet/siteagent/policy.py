@@ -93,12 +93,15 @@ def progressed(before: Metrics | None, after: Metrics) -> bool:
 
 
 def restarted(before: Metrics | None, after: Metrics) -> bool:
-    """Whether an engine's counters went backwards: it began anew, whatever its start time says."""
+    """Whether an engine's counters went backwards: it began anew, whatever its start time says.
+
+    Computed prompt tokens are left out: where they are a difference (prompt less cached), the engine raises its two
+    counters at different moments and the difference steps back under load, without any restart.
+    """
     if before is None:
         return False
     pairs = (
         (before.generation_tokens_total, after.generation_tokens_total),
-        (before.prompt_tokens_total, after.prompt_tokens_total),
         (before.preemptions_total, after.preemptions_total),
     )
     return any(one is not None and other is not None and other < one for one, other in pairs)
