@@ -208,8 +208,8 @@ class FleetMind:
         """Rank the sites and ask the best, or refuse when nobody may or can serve the request."""
         ranking = policy.rank(self.fleet, self.state, road, now_ms, avoid=tuple(avoid))
         if ranking.site:
-            if ranking.why == "turn":
-                self.state.turns[road.ask.model] = self.state.turns.get(road.ask.model, 0) + 1
+            if ranking.turn:
+                self.state.turns[ranking.turn] = self.state.turns.get(ranking.turn, 0) + 1
             self._request(road, ranking.site, ranking.considered, ranking.why, term, now_ms)
         else:
             self._refuse(road, ranking.reason, ranking.reset_ms, term, now_ms, ranking.considered)

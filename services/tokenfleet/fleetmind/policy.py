@@ -38,6 +38,8 @@ class Ranking(msgspec.Struct, frozen=True):
     #: `home`, `diverted`, `full` (all above their ceilings: the first holds), `turn`
     why: str
     considered: tuple[Considered, ...]
+    #: `turn`: the counter that this choice moves on
+    turn: str = ""
     #: of `REASONS`, when there is no site
     reason: str = ""
     reset_ms: float = 0.0
@@ -102,7 +104,7 @@ def rank(fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collec
     ready, considered = allowed_ready_sites(fleet, state.capacity, ask, now_ms, road.excluded)
     if not ready:
         reason, reset_ms = no_site_reason(fleet, state.capacity, ask, now_ms, considered)
-        return Ranking("", "", considered, reason, reset_ms)
+        return Ranking("", "", considered, reason=reason, reset_ms=reset_ms)
     terms: dict[str, dict[str, float]] = {}
     open_sites: list[str] = []
     silent: list[str] = []
@@ -120,17 +122,22 @@ def rank(fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collec
     # A breaker, not a ban: a site whose TokenPilot is silent is asked last, and first again when its time is over.
     ordered = [site for site in (*open_sites, *silent) if site not in avoid]
     if not ordered:
-        return Ranking("", "", _scored(considered, terms, ""), "unavailable", 1_000.0)
+        return Ranking("", "", _scored(considered, terms, ""), reason="unavailable", reset_ms=1_000.0)
     if fleet.policy.sites == "round-robin":
-        site, why = _turn(state.turns.get(ask.model, 0), ordered, terms), "turn"
+        key = turn_key(ask.model, ordered)
+        site = _turn(state.turns.get(key, 0), ordered, terms)
+        return Ranking(site, "turn", _scored(considered, terms, site), key)
+    below = [site for site in ordered if terms[site]["load"] < fleet.sites[site].load_ceiling]
+    if not below:
+        site, why = ordered[0], "full"
     else:
-        first = ordered[0]
-        below = [site for site in ordered if terms[site]["load"] < fleet.sites[site].load_ceiling]
-        if not below:
-            site, why = first, "full"
-        else:
-            site, why = below[0], "home" if below[0] == first else "diverted"
+        site, why = below[0], "home" if below[0] == ordered[0] else "diverted"
     return Ranking(site, why, _scored(considered, terms, site))
+
+
+def turn_key(model: str, sites: Sequence[str]) -> str:
+    """Whose turn it is counts per choice of sites: a tenant with fewer must not shift the others' turns."""
+    return " ".join((model, *sorted(sites)))
 
 
 def _turn(turn: int, sites: Sequence[str], terms: dict[str, dict[str, float]]) -> str:

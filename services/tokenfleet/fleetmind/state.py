@@ -97,7 +97,7 @@ class State(msgspec.Struct):
     loads: dict[PoolKey, Load] = {}
     #: measured round trips between sites, ms
     rtt: dict[tuple[str, str], float] = {}
-    #: model → requests placed in turn (round robin)
+    #: model and choice of sites → requests placed in turn (round robin)
     turns: dict[str, int] = {}
     offices: dict[str, Office] = {}
 

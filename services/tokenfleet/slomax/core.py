@@ -409,6 +409,11 @@ class SLOMax:
                 one.answered = place
             one.watch_until_ms = INFINITY
         key: PoolKey = (message.site, message.model, message.version)
+        denial = self.fleet.site_denial(message.tenant, message.model, message.site)
+        if denial:
+            # Whoever sent it there was wrong: it is never released there. FleetMind's hop, or patience, ends it.
+            self._out.append(Note("slomax_hold_denied", {"reason": denial}, {"request": rid}, level="warning"))
+            return
         known = self._find_held(rid)
         if known is not None and (known.event == message.id or place < (known.attempt, known.revision)):
             return
