@@ -442,8 +442,12 @@ class TokenPilot:
         patience_left_ms = waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms)
         if home is not None:
             work, wait_ms, own_ms = home.work, home.terms["wait_ms"], home.terms["own_ms"]
-            before = pool.held_prefill_tokens - (waiting.held.work.prefill_tokens if waiting.held is not None else 0)
-            wait_ms += before / len(able) * own_ms / max(1, work.prefill_tokens)
+            # Everybody held before waits for the same: their prefill, or as many sequences to end.
+            mine = waiting.held
+            before = pool.held - (mine is not None)
+            before_tokens = pool.held_prefill_tokens - (mine.work.prefill_tokens if mine is not None else 0)
+            prefill_ms = before_tokens * own_ms / max(1, work.prefill_tokens)
+            wait_ms += max(prefill_ms, before * policy.slot_ms(home)) / len(able)
         else:
             work = policy.work_of(ask, 0, self._expected_tokens(ask), None)
             # Nobody could serve it now, so nobody knows: as long as it would wait at all.
@@ -564,6 +568,8 @@ class TokenPilot:
             yield Note("withdrawn")
 
     def _held(self, message: PlacementHeld, now_ms: float) -> Iterator[Effect]:
+        if message.site != self.site:
+            return
         pool = self._decided_here(message)
         if pool is None:
             yield Note("void_decision", {"kind": "held"}, {"id": message.id})
@@ -617,6 +623,8 @@ class TokenPilot:
             yield from self._place(scope, pool, waiting, now_ms, how="released", number=message.number)
 
     def _assigned(self, message: PlacementAssigned, now_ms: float) -> Iterator[Effect]:
+        if message.site != self.site:
+            return
         pool = self._decided_here(message)
         booking = self.state.bookings.get(message.id)
         if pool is None:
@@ -974,9 +982,7 @@ class TokenPilot:
         return 0 < term < known
 
     def _decided_here(self, message: PlacementHeld | PlacementAssigned) -> Pool | None:
-        """The pool of a TokenPilot's decision at this site, unless a later owner's mark came before it."""
-        if message.site != self.site:
-            return None
+        """The pool that a TokenPilot of this site decided for, unless a later owner's mark came before it."""
         scope = self._scope(message.model, message.version)
         return None if self.offices.void(scope, message.term) else self.state.pools.get(scope)
 

@@ -147,7 +147,7 @@ FILTERS: tuple[Filter, ...] = (usable, reachable, long_enough, unbroken)
 
 
 def least_work(situation: Situation, candidates: Sequence[Candidate]) -> None:
-    """Wait (booked prefill ahead) plus own uncached prefill, ms.
+    """Wait (for the booked prefill ahead, or for a sequence to end) plus own uncached prefill, ms.
 
     An unknown rate counts as the slowest known of the pool: unknown is never fast.
     """
@@ -158,7 +158,7 @@ def least_work(situation: Situation, candidates: Sequence[Candidate]) -> None:
         decoding = c.load.decoding + c.load.foreign_sequences
         share = max(0.1, 1.0 - decoding / max(1, c.heard.report.token_budget))
         per_token_ms = 1000.0 / (rate * share)
-        wait_ms = c.load.prefill_tokens * per_token_ms
+        wait_ms = max(c.load.prefill_tokens * per_token_ms, slot_ms(c))
         own_ms = c.work.prefill_tokens * per_token_ms
         c.terms = {
             "wait_ms": wait_ms,
@@ -167,6 +167,17 @@ def least_work(situation: Situation, candidates: Sequence[Candidate]) -> None:
             "prefix_hit_tokens": float(c.hit_tokens),
             "total_ms": wait_ms + own_ms,
         }
+
+
+def slot_ms(candidate: Candidate) -> float:
+    """Expected time until a sequence ends on a full instance: length × pace over the sequences that run there.
+
+    Zero where sequences are left, and where no pace has been learned: then nobody knows, and prefill alone ranks.
+    """
+    load = candidate.load
+    if candidate.room.sequences > 0 or load.tpot_ms is None:
+        return 0.0
+    return candidate.work.decode_tokens * load.tpot_ms / max(1, load.sequences + load.foreign_sequences)
 
 
 def worth_waiting(situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None:

@@ -565,6 +565,18 @@ def test_sequences_are_a_limit_too() -> None:
     assert held(pilot, "h", input_tokens=10).lacks == "sequences"
 
 
+def test_the_wait_for_a_sequence_to_end_is_part_of_the_prediction() -> None:
+    """Short prompts, long answers: the predicted wait was zero while every slot was taken for minutes."""
+    pilot = Pilot(instances=1, max_sequences=4, token_budget=65_536)
+    pilot.finish(only(pilot.request("seen"), PlacementAssigned), output_tokens=100)
+    for n in range(4):
+        pilot.start(only(pilot.request(f"r{n}", input_tokens=100), PlacementAssigned))
+    first = held(pilot, "h1", input_tokens=100)
+    second = held(pilot, "h2", input_tokens=100)
+    assert first.predicted_wait_ms == pytest.approx(100 * 20 / 4)
+    assert second.predicted_wait_ms == pytest.approx(2 * 100 * 20 / 4)
+
+
 def test_an_unknown_rate_predicts_nothing_and_is_not_fast() -> None:
     """Zero read as a rate gave a TTFT of zero; unknown read as fast drew everything."""
     pilot = Pilot(instances=2, prefill_tokens_per_s=0)
