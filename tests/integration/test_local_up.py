@@ -99,6 +99,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("up") / "state"
 
 
+@pytest.mark.timeout(400)
 def test_up_serves_resumes_and_leaves_nothing_behind(data_dir: Path) -> None:
     """The fixed promises of `up`: one ready file for scripts, the same state and key after a restart, no orphans."""
     with run_up(data_dir) as up:
