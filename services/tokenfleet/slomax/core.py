@@ -457,6 +457,7 @@ class SLOMax:
             patience_until_ms=now_ms + message.patience_left_ms,
             received_unix_ms=message.received_unix_ms,
             since_ms=now_ms,
+            lacks=message.lacks,
         )
         if known is not None:
             held.since_ms, held.bypassed, held.tried = known.since_ms, known.bypassed, dict(known.tried)

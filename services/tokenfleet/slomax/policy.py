@@ -25,6 +25,8 @@ CREDIT_MAX = 65_536.0
 BYPASS_MAX = 4
 #: a release that found too little room is not tried again for the same room within this time
 TRIED_MS = 1_000.0
+#: a pool is saturated when what it holds waits so long: a queue of some milliseconds is how look-ahead works
+SATURATED_MS = 1_000.0
 #: requests of a class that are looked at for one offer
 LOOK_MAX = 64
 
@@ -93,11 +95,21 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
         return Verdict()
     wait_ms = min(predicted_wait_ms(pool) for pool in busy)
     cls = fleet.classes[ask.service_class]
-    if cls.sheddable:
+    if cls.sheddable and all(saturated(pool, now_ms) for pool in busy):
         return refusal(ask.request_id, "saturated", wait_ms)
     if all(pool.count(ask.service_class) >= cls.max_held for pool in busy):
         return refusal(ask.request_id, "queue_full", wait_ms)
     return Verdict()
+
+
+def saturated(pool: Pool, now_ms: float) -> bool:
+    """Whether a pool holds more than the moment explains: its engines have no place at all, or the wait is long."""
+    first = next(iter(pool.held.values()), None)
+    if first is None:
+        return False
+    if first.lacks in ("sequences", "kv_tokens", "instance") or now_ms - first.since_ms >= SATURATED_MS:
+        return True
+    return next(reversed(pool.held.values())).wait_ms >= SATURATED_MS
 
 
 def predicted_wait_ms(pool: Pool) -> float:

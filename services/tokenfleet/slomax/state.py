@@ -80,6 +80,8 @@ class Held(msgspec.Struct):
     patience_until_ms: float
     received_unix_ms: int
     since_ms: float
+    #: room that was lacking when it was held
+    lacks: str = ""
     #: number of the release under way; 0: none
     released: int = 0
     #: times that somebody behind it was released into its home instance's room because it did not fit

@@ -181,7 +181,7 @@ class TestAdmission:
         bench = bench_of()
         for n, site in enumerate("bc"):
             chat = make_ask(f"chat-{n}")
-            bench.feed(received(chat), held(chat, site))
+            bench.feed(received(chat), held(chat, site, predicted_wait_ms=2_500.0))
         bench.feed(received(make_ask("batch", service_class="batch", ttft_ms=None)))
         decided, refused = bench.said[-2:]
         assert isinstance(decided, AdmissionDecided)
@@ -195,10 +195,21 @@ class TestAdmission:
         """A01: it was admitted while there was room; its hold is the first sign of saturation everywhere."""
         bench = bench_of()
         chat, batch = make_ask("chat"), make_ask("batch", service_class="batch", ttft_ms=None)
-        bench.feed(received(batch), received(chat), held(chat, "c"))
-        (refused,) = bench.of(PlacementRefused, bench.feed(held(batch, "b")))
+        bench.feed(received(batch), received(chat), held(chat, "c", lacks="sequences"))
+        (refused,) = bench.of(PlacementRefused, bench.feed(held(batch, "b", lacks="kv_tokens")))
         assert (refused.request_id, refused.reason, refused.status) == ("batch", "saturated", 429)
         assert bench.core.state.pools[("b", "m", "1")].count("batch") == 0
+
+    def test_a_queue_of_milliseconds_is_no_saturation(self) -> None:
+        """At half load two sites hold something for a moment now and then: batch was shed for it."""
+        bench = bench_of()
+        for n, site in enumerate("bc"):
+            bench.feed(held(make_ask(f"chat-{n}"), site, predicted_wait_ms=200.0))
+        bench.feed(received(make_ask("batch", service_class="batch", ttft_ms=None)))
+        assert bench.of(AdmissionDecided)[-1].admitted
+        bench.run(1_000, lease=["chat-0", "chat-1", "batch"])
+        bench.feed(received(make_ask("batch-2", service_class="batch", ttft_ms=None)))
+        assert bench.of(AdmissionDecided)[-1].reason == "saturated"  # they are still there: the estimate was wrong
 
     def test_with_room_elsewhere_sheddable_work_is_held(self) -> None:
         """One full site is no saturation: FleetMind may still move it."""
