@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import asyncpg
 import pytest
@@ -166,5 +167,8 @@ def test_no_migrations_anywhere_says_where_it_looked(monkeypatch: pytest.MonkeyP
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    # an editable installation puts a copy under its prefix too
+    monkeypatch.setattr(database, "sys", SimpleNamespace(prefix=str(tmp_path), base_prefix=str(tmp_path)))
+    monkeypatch.setattr(database, "sysconfig", SimpleNamespace(get_path=lambda _name: str(tmp_path)))
     with pytest.raises(database.MigrationsMissingError, match=r"looked in .*share/tokenfleet/migrations"):
         database.migrations_directory()
