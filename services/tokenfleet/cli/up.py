@@ -86,6 +86,8 @@ async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
+    # interrupted before anything answered: nobody should take that for a success
+    code = 130
     starting = asyncio.create_task(fleet.start())
     waiting = asyncio.create_task(asked.wait())
     try:
@@ -94,6 +96,7 @@ async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
             await starting
             write_ready()
             _print(fleet)
+            code = 0
             await waiting
     finally:
         for task in (starting, waiting):
@@ -105,7 +108,7 @@ async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
         _say("stopping")
         await fleet.stop()
     _say(f"stopped; all state is in {state.root}")
-    return 0
+    return code
 
 
 def _print(fleet: "LocalFleet") -> None:
