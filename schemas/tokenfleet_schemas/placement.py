@@ -76,7 +76,8 @@ class PlacementHeld(Event, frozen=True, kw_only=True, tag="tokenfleet.placement.
     #: of the request's patience, when said
     patience_left_ms: float
     received_unix_ms: int
-    #: which room was lacking: prefill_tokens, kv_tokens, sequences or newcomer (others wait already)
+    #: which room was lacking: prefill_tokens, kv_tokens, sequences or newcomer (others wait already); or instance:
+    #: none here can serve it now, releasing it is no use until it is held again for want of room
     lacks: str
     #: number of the release that could not be used, if one was tried; the request keeps its place
     after_release: int = 0

@@ -20,7 +20,7 @@ from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.policy import NO_ROOM, Candidate, Room, Situation
 from tokenfleet.tokenpilot.prefix_index import PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
-from tokenfleet.tokenpilot.state import Booking, Pool, State, Waiting
+from tokenfleet.tokenpilot.state import NO_INSTANCE, Booking, Pool, State, Waiting
 from tokenfleet_schemas.admission import REASONS
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
@@ -264,7 +264,7 @@ class TokenPilot:
             yield from self._in_turn(scope, pool, waiting, now_ms)
             return
         situation, candidates = self._consider(request, waiting, now_ms)
-        closed = pool.held > (1 if waiting.held is not None else 0)
+        closed = self._queued(pool, waiting) > 0
         chosen = None if closed else self.picker(situation, [c for c in candidates if not c.out])
         if chosen is None:
             lacks = "newcomer" if closed else ""
@@ -440,6 +440,9 @@ class TokenPilot:
         able = [c for c in candidates if not c.out]
         home = min(able, key=lambda c: policy.preference(ask.request_id, c), default=None)
         patience_left_ms = waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms)
+        if home is None:
+            lacks = NO_INSTANCE
+        lacks = lacks or (home.lacks if home is not None else "") or "prefill_tokens"
         if home is not None:
             work, wait_ms, own_ms = home.work, home.terms["wait_ms"], home.terms["own_ms"]
             # Everybody held before waits for the same: their prefill, or as many sequences to end.
@@ -455,7 +458,7 @@ class TokenPilot:
             own_ms = 1000.0 * work.prefill_tokens / self.knobs.unknown_prefill_tokens_per_s
         term = self.offices.term(scope)
         held = PlacementHeld(
-            id=f"{ask.request_id}:held:{self.site}:{request.attempt}:{request.revision}:{number}:{term}",
+            id=f"{ask.request_id}:held:{self.site}:{request.attempt}:{request.revision}:{number}:{lacks}:{term}",
             cause=waiting.release_id or request.id,
             term=term,
             time_unix_ms=int(now_ms),
@@ -477,11 +480,11 @@ class TokenPilot:
             slack_ms=situation.slack_ms,
             patience_left_ms=max(0.0, patience_left_ms),
             received_unix_ms=ask.received_unix_ms,
-            lacks=lacks or (home.lacks if home is not None else "instance") or "prefill_tokens",
+            lacks=lacks,
             after_release=number,
             candidates=policy.considered(candidates, None),
         )
-        first = pool.held == 0
+        first = self._queued(pool, waiting) == 0
         pool.hold(waiting, held)
         waiting.confirmed, waiting.said_ms = False, now_ms
         waiting.release_number, waiting.release_id = 0, ""
@@ -803,6 +806,30 @@ class TokenPilot:
             load.incarnation = message.incarnation
         load.sample(message)
         self._touched.add(message.instance)
+        scope = self._scope(message.model, message.version)
+        pool = self.state.pools.get(scope)
+        if pool is not None and pool.blocked and self.offices.term(scope) and self._usable(message.instance, now_ms):
+            yield from self._unblock(scope, pool, now_ms)
+
+    def _unblock(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
+        """An instance may have come (back): who waited for one is placed, or waits for room from now on."""
+        for waiting in list(pool.waiting.values()):
+            held = waiting.held
+            if held is None or held.lacks != NO_INSTANCE:
+                continue
+            situation, candidates = self._consider(waiting.request, waiting, now_ms)
+            able = [c for c in candidates if not c.out]
+            if not able:
+                continue
+            closed = self._queued(pool, waiting) > 0
+            chosen = None if closed else self.picker(situation, able)
+            if chosen is not None:
+                yield from self._assign(scope, pool, waiting, candidates, chosen, now_ms, how="room")
+            else:
+                lacks = "newcomer" if closed else ""
+                yield from self._hold(
+                    scope, pool, waiting, situation, candidates, now_ms, lacks=lacks, number=held.after_release
+                )
 
     def _room_declined(self, message: RoomDeclined, now_ms: float) -> Iterator[Effect]:
         offer = self._offers.get(message.instance)
@@ -834,7 +861,7 @@ class TokenPilot:
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
         usable = self._usable(name, now_ms)
-        if usable and not any(w.held is not None and not room.lacks(w.held.work) for w in pool.waiting.values()):
+        if usable and not any(work and not room.lacks(work) for work in map(_queued_work, pool.waiting.values())):
             return  # no held request fits: asking would only be declined
         if not usable and not offer.room.any():
             return  # nothing was offered, nothing is taken back
@@ -887,12 +914,13 @@ class TokenPilot:
             offer.unanswered_since_ms = None
             filled = 0
             for waiting in sorted(pool.waiting.values(), key=_by_deadline):
-                if waiting.held is None or waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms) <= 0:
+                work = _queued_work(waiting)
+                if work is None or waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms) <= 0:
                     continue
                 room = self._room(name, now_ms)
                 if not room.any():
                     break
-                if room.lacks(waiting.held.work):
+                if room.lacks(work):
                     continue
                 for effect in self._place(scope, pool, waiting, now_ms, how="unanswered", only=name):
                     filled += isinstance(effect, Publish)
@@ -942,6 +970,10 @@ class TokenPilot:
         return max(due, now_ms)
 
     # ------------------------------------------------------------------------------------------ small things
+
+    def _queued(self, pool: Pool, but: Waiting) -> int:
+        """How many others wait for room here; who waits for an instance does not close the pool to newcomers."""
+        return pool.held - pool.blocked - (_queued_work(but) is not None)
 
     def _scope(self, model: str, version: str) -> str:
         return f"pool:{self.site}:{model}:{version}"
@@ -1020,6 +1052,12 @@ class TokenPilot:
 class _Snapshot(msgspec.Struct):
     state: State
     marks: dict[str, Office]
+
+
+def _queued_work(waiting: Waiting) -> Work | None:
+    """The work of a hold that waits for room; None when it waits for an instance, or for its first answer."""
+    held = waiting.held
+    return held.work if held is not None and held.lacks != NO_INSTANCE else None
 
 
 def _by_deadline(waiting: Waiting) -> tuple[float, int, str]:

@@ -15,6 +15,8 @@ from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, Place
 
 #: reports over which foreign load must persist to be believed: a sample is always a little older than the bookings
 FOREIGN_SAMPLES = 3
+#: what a hold lacks that no instance here can serve now
+NO_INSTANCE = "instance"
 
 
 class BookingError(ValueError):
@@ -131,7 +133,9 @@ class Pool(msgspec.Struct):
     waiting: dict[str, Waiting] = {}
     #: of them, answered with `held`
     held: int = 0
-    #: prefill tokens of those
+    #: of those, held because no instance can serve them at all now: they wait for an instance, not for room
+    blocked: int = 0
+    #: prefill tokens of the held
     held_prefill_tokens: int = 0
     #: number of the last release heard
     last_released: int = 0
@@ -144,10 +148,12 @@ class Pool(msgspec.Struct):
         """Set or clear the answer `held` of a waiting request."""
         if waiting.held is not None:
             self.held -= 1
+            self.blocked -= waiting.held.lacks == NO_INSTANCE
             self.held_prefill_tokens -= waiting.held.work.prefill_tokens
         waiting.held = held
         if held is not None:
             self.held += 1
+            self.blocked += held.lacks == NO_INSTANCE
             self.held_prefill_tokens += held.work.prefill_tokens
 
     def drop(self, request_id: str) -> Waiting | None:

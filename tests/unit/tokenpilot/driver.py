@@ -276,6 +276,7 @@ def validate(core: TokenPilot) -> None:
     for pool in state.pools.values():
         held = [w.held for w in pool.waiting.values() if w.held is not None]
         assert pool.held == len(held)
+        assert pool.blocked == sum(h.lacks == "instance" for h in held)
         assert pool.held_prefill_tokens == sum(h.work.prefill_tokens for h in held)
     watched = {r for sign in state.presence.gateways.values() for r in sign.open}
     here = set(state.of_request) | {r for pool in state.pools.values() for r in pool.waiting}

@@ -437,6 +437,38 @@ def test_a_released_request_may_go_to_another_instance_with_room() -> None:
     assert placed.instance == other
 
 
+def test_a_hold_that_no_instance_can_serve_does_not_close_the_pool() -> None:
+    """One request for an adapter that was nowhere made every newcomer wait behind it, release by release."""
+    pilot = Pilot(instances=1)
+    waiting = held(pilot, "stuck", adapter="l")
+    assert (waiting.lacks, waiting.home_instance) == ("instance", "")
+    assert waiting.predicted_wait_ms == waiting.patience_left_ms, "nobody knows: never zero"
+    assert not offers(pilot.said)
+    fill(pilot, 2)
+    again = only(pilot.release(waiting, 1), PlacementHeld)
+    assert (again.lacks, again.after_release) == ("instance", 1)
+    loaded = only(pilot.report("b-0", adapters=("l",)), PlacementHeld)
+    assert (loaded.request_id, loaded.lacks, loaded.home_instance) == ("stuck", "prefill_tokens", "b-0")
+    assert loaded.id != again.id
+    assert held(pilot, "behind").lacks == "newcomer"
+
+
+def test_holds_of_a_dead_pool_are_placed_when_an_instance_comes_back() -> None:
+    """Every engine of a site restarted; what had been held meanwhile was never looked at again."""
+    pilot = Pilot(instances=2)
+    for name in pilot.engines:
+        pilot.report(name, ready=False, reason="unreachable")
+    for n in range(5):
+        assert held(pilot, f"r{n}", input_tokens=2048).lacks == "instance"
+    said = pilot.report("b-0")
+    assert [e.request_id for e in said if isinstance(e, PlacementAssigned)] == ["r0", "r1"]
+    assert [(e.request_id, e.lacks) for e in said if isinstance(e, PlacementHeld)] == [
+        ("r2", "prefill_tokens"),
+        ("r3", "newcomer"),
+        ("r4", "newcomer"),
+    ]
+
+
 def test_a_withdrawn_declined_or_closed_hold_is_dropped() -> None:
     """Dead holds kept the pool closed to newcomers for ever."""
     pilot = Pilot(instances=1)
@@ -622,17 +654,19 @@ def test_the_breaker_opens_tries_and_closes() -> None:
             pilot.finish(only(pilot.request("bad"), PlacementAssigned), "rejected")  # must not end the streak
     waiting = held(pilot, "h", patience_ms=100_000)
     assert {c.out for c in waiting.candidates} == {"breaker"}
-    for n in range(6):
-        pilot.now_ms += 2000
+    assert waiting.lacks == "instance"
+    for n in range(5):
+        pilot.now_ms += 1900
         pilot.lease(n + 1, "h", "t2", "t3")
-        pilot.report_all()
+        assert none_of(pilot.report("b-0"), PlacementAssigned)
         pilot.wake()
-    offered = [event for event in pilot.said if isinstance(event, RoomOffered)][-1]
-    assert offered.sequences == 1, "one trial at a time"
-    trial = only(pilot.release(waiting, 1), PlacementAssigned)
-    assert held(pilot, "t2").lacks == "instance"
+    pilot.now_ms += 600
+    trial = only(pilot.report("b-0"), PlacementAssigned)
+    assert (trial.request_id, trial.how) == ("h", "room")
+    assert held(pilot, "t2").lacks == "instance", "one trial at a time"
     pilot.finish(trial)
-    second = only(pilot.release(waiting_of(pilot, "t2"), 2), PlacementAssigned)
+    second = only(pilot.report("b-0"), PlacementAssigned)
+    assert second.request_id == "t2"
     pilot.finish(second, "cancelled")  # neutral: the trial is over, but it proved nothing
     third = only(pilot.request("t3"), PlacementAssigned)
     pilot.finish(third)
