@@ -235,6 +235,15 @@ def parse(data: bytes, *, source: str = "fleet.toml") -> Fleet:
     return _check(raw)
 
 
+def build(tables: Mapping[str, Any], *, source: str = "fleet") -> Fleet:
+    """Check a fleet that is there as tables already (a scenario's own); raises `FleetError` as `parse` does."""
+    try:
+        raw = msgspec.convert(tables, type=_File)
+    except msgspec.ValidationError as error:
+        raise FleetError([f"{source}: {error}"]) from None
+    return _check(raw)
+
+
 def _check(raw: _File) -> Fleet:
     findings: list[str] = []
 

@@ -279,6 +279,10 @@ class Engine:
         self._cancelled_total += 1
         return True
 
+    def sequence(self, id: str) -> Sequence | None:
+        """An open request; in the middle of a run its numbers are those of the last `settle`."""
+        return self._open.get(id)
+
     def clear_cache(self) -> int:
         """Drop every unreferenced cached block; says how many."""
         dropped = len(self._idle)
