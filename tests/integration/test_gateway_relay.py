@@ -7,9 +7,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.integration.gateway_bench import Bench, Connection, Engine, answering, ask, bench, hanging, sse
+from tests.integration.gateway_bench import FLEET, Bench, Connection, Engine, answering, ask, bench, hanging, sse
 
+from tokenfleet import fleet as fleets
 from tokenfleet.gateway.settings import Limits
+from tokenfleet.gateway.sse import Scanner
+from tokenfleet.gateway.state import Dispatch
 from tokenfleet_schemas.outcome import OutcomeStarted
 from tokenfleet_schemas.placement import PlacementDeclined
 
@@ -449,3 +452,65 @@ async def test_a_stop_lets_streams_finish_and_ends_the_rest_with_a_word(nats_url
         assert b"[DONE]" not in cut
         outcomes = {row.outcome for row in await b.pilot.finished(2)}
         assert outcomes == {"completed", "failed_midstream"}
+
+
+async def test_a_client_that_leaves_between_two_attempts_leaves_nothing(nats_url: str) -> None:
+    """Attempt 1 failed, attempt 2 is assigned in the very moment in which the client goes: both are closed."""
+    async with bench(nats_url) as b:
+        await b.engine(_busy)
+        await b.engine(hanging)
+        task = asyncio.create_task(_drain(b))
+
+        def leave() -> None:
+            """Called with the assignment of attempt 2 decided and not yet dispatched."""
+            (exchange,) = b.keeper.exchanges.values()
+            assert exchange.request.transport is not None
+            exchange.request.transport.abort()
+
+        apply = b.keeper.apply
+
+        def watched(effects: Any) -> None:
+            found = list(effects)
+            apply(found)
+            if any(isinstance(e, Dispatch) and e.attempt == 2 for e in found):
+                leave()
+
+        b.keeper.apply = watched  # type: ignore[method-assign]
+        rows = await b.pilot.finished(2)
+        assert [(row.attempt, row.final, row.outcome) for row in rows] == [(1, False, "failed"), (2, True, "cancelled")]
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_fault_of_the_gateway_itself_closes_its_books(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in the relay must not leave a booking behind, and the half answer must not look whole."""
+    async with bench(nats_url) as b:
+        await b.engine(answering(sse("a", "b"), pause_s=0.05))
+        feed, calls = Scanner.feed, iter(range(100))
+
+        def failing(self: Scanner, data: bytes) -> bytes:
+            if next(calls) == 2:
+                raise RuntimeError("a bug")
+            return feed(self, data)
+
+        monkeypatch.setattr(Scanner, "feed", failing)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with b.post() as r:
+                await r.read()
+        (one,) = await b.pilot.finished()
+        assert (one.outcome, one.reason, one.final) == ("failed_midstream", "gateway_error", True)
+
+
+async def test_a_reloaded_fleet_holds_from_the_next_request(nats_url: str) -> None:
+    """SIGHUP: a tenant that is gone is a stranger, a lower limit holds, a broken file changes nothing."""
+    async with bench(nats_url) as b:
+        await b.engine(answering(sse("ok")))
+        assert b"[DONE]" in await _drain(b)
+        b.keeper._reload(fleets.parse(FLEET.replace('"bytes"', '"missing.json"').encode()))
+        assert b"[DONE]" in await _drain(b)
+        b.keeper._reload(fleets.parse(FLEET.replace("max_model_len = 2000", "max_model_len = 5").encode()))
+        async with b.post() as r:
+            assert (await r.json())["error"]["code"] == "context_length_exceeded"
+        b.keeper._reload(fleets.parse(FLEET.replace("[tenants.acme]", "[tenants.renamed]").encode()))
+        async with b.post() as r:
+            assert r.status == 401
+        await b.pilot.finished(2)

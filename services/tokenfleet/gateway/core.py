@@ -60,6 +60,7 @@ class Gateway:
         #: instance → requests waiting for its first token
         self._awaiting: dict[str, set[str]] = {}
         self._leases = count(1)
+        self._roads_ms: dict[str, float] = {}
 
     # --- what the shell asks -----------------------------------------------------------------------------------
 
@@ -68,9 +69,15 @@ class Gateway:
         """No further request may be opened."""
         return len(self.requests) >= self.limits.max_open
 
+    @property
+    def next_wake_ms(self) -> float:
+        """When `wake` is due."""
+        return self._timers[0][0] if self._timers else float("inf")
+
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
         """Another fleet file holds from now on; what is placed stays placed."""
         self.fleet = fleet
+        self._roads_ms.clear()
         yield from ()
 
     def gauges(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -82,10 +89,11 @@ class Gateway:
 
     # --- what the shell tells ----------------------------------------------------------------------------------
 
-    def open(self, ask: Ask, now_ms: float) -> Iterator[Effect]:
-        """A client's request was read and found in order."""
+    def open(self, ask: Ask, now_ms: float, *, received_ms: float | None = None) -> Iterator[Effect]:
+        """A client's request was read and found in order; `received_ms` is when its headers came."""
+        received_ms = now_ms if received_ms is None else received_ms
         patience_ms = min(ask.patience_ms, self.limits.hold_ms)
-        one = Open(ask=ask, received_ms=now_ms, patience_ms=now_ms + patience_ms)
+        one = Open(ask=ask, received_ms=received_ms, patience_ms=received_ms + patience_ms)
         self.requests[ask.request_id] = one
         self._at(one, one.patience_ms + self.limits.patience_grace_ms, step=-1)
         yield from self._submit(one, now_ms)
@@ -508,10 +516,14 @@ class Gateway:
         heapq.heappush(self._timers, (at_ms, number, one.ask.request_id, one.step if step is None else step))
 
     def _wake_at(self) -> WakeAt:
-        return WakeAt(self._timers[0][0] if self._timers else float("inf"))
+        return WakeAt(self.next_wake_ms)
 
     def _road_ms(self, one: Open) -> float:
-        return road_timeout_ms(self.fleet, self.site, one.ask.model)
+        model = one.ask.model
+        found = self._roads_ms.get(model)
+        if found is None:
+            found = self._roads_ms[model] = road_timeout_ms(self.fleet, self.site, model)
+        return found
 
     def _finished(self, one: Open, end: End, now_ms: float, *, attempt: int, final: bool) -> OutcomeFinished:
         ask, assigned = one.ask, one.assigned

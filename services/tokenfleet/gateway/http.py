@@ -157,9 +157,11 @@ class Api:
         if reason:
             keeper.refused(ask, reason, received_ms)
             raise refusal(reason)
-        return await self._serve(request, parsed, ask, client)
+        return await self._serve(request, parsed, ask, client, received_ms)
 
-    async def _serve(self, request: web.BaseRequest, parsed: Parsed, ask: Ask, client: Client) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.BaseRequest, parsed: Parsed, ask: Ask, client: Client, received_ms: float
+    ) -> web.StreamResponse:
         keeper = self._keeper
         counted = await keeper.tokenization.count(parsed, ask, share=client.entitled.share_prefix)
         limit = keeper.fleet.models[ask.model].max_model_len
@@ -182,8 +184,10 @@ class Api:
             request,
             parsed,
             ask,
+            received_ms=received_ms,
             cache_salt=prefix.cache_salt(keeper.secret, ask.tenant, client.entitled.share_prefix),
         )
+        fault = True
         try:
             while not exchange.answered:
                 decision = await exchange.decision()
@@ -192,11 +196,15 @@ class Api:
                 await keeper.relay.run(
                     exchange, decision.attempt, decision.assigned, keeper.engine_of(decision.assigned.instance)
                 )
+            fault = False
             if exchange.error is not None:
                 raise exchange.error
             return exchange.response or web.Response(status=499)  # the client left: nobody reads it
+        except (ApiError, ConnectionResetError, asyncio.CancelledError):
+            fault = False
+            raise
         finally:
-            keeper.close(exchange)
+            keeper.close(exchange, fault=fault)
 
     async def _client(self, request: web.BaseRequest) -> Client:
         """Who is asking. Raises `ApiError` 401, the same for every way in which a key can be wrong, or 503."""

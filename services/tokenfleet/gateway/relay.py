@@ -165,8 +165,12 @@ class Exchange:
         self.error: ApiError | None = None
 
     def decide(self, decision: Dispatch | Refuse) -> None:
-        """The core's word on what is next."""
+        """The core's word on what is next. A dispatch begins a new attempt, whose end is still to be told."""
         self._decided = decision
+        if isinstance(decision, Dispatch):
+            self.cut, self.concluded = "", False
+            self.write_since_ms = self.first_byte_ms = self.last_token_ms = None
+            self.first_token, self.scanner = False, None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -181,17 +185,15 @@ class Exchange:
         return decided
 
     def begin(self, attempt: int) -> None:
-        """A new attempt starts in the present task."""
+        """The attempt is relayed by the present task from now on."""
         self._task = asyncio.current_task()
-        self.attempt, self.cut, self.concluded = attempt, "", False
-        self.write_since_ms = self.first_byte_ms = self.last_token_ms = None
-        self.first_token, self.scanner = False, None
+        self.attempt = attempt
 
     def interrupt(self, attempt: int, reason: str) -> None:
         """Break off this attempt, if it is still the one: its task is woken, with the reason in `cut`."""
         if reason in ("instance_gone", "first_token_timeout") and self.first_token:
             return  # just in time
-        if self.attempt == attempt and not self.cut and not self.concluded and self._task is not None:
+        if self.attempt == attempt != 0 and not self.cut and not self.concluded and self._task is not None:
             self.cut = reason
             self._task.cancel()
 
@@ -423,7 +425,7 @@ class Relay:
                 async with asyncio.timeout(1.0):
                     await response.write_eof(midstream_event(reason))
             except (TimeoutError, ConnectionResetError):
-                _abort(exchange)
+                abort(exchange)
 
     # --- whole answers -----------------------------------------------------------------------------------------
 
@@ -488,7 +490,7 @@ class Relay:
         if reason == "client_stalled":
             exchange.answered = True
             exchange.conclude(exchange.end("client_stalled", reason, _status(exchange)))
-            _abort(exchange)
+            abort(exchange)
         elif reason == "gateway_stopping" and not exchange.first_token:
             exchange.answered = True
             exchange.error = refusal(reason, 503)
@@ -513,7 +515,8 @@ def _status(exchange: Exchange) -> int:
     return 0 if exchange.response is None else exchange.response.status
 
 
-def _abort(exchange: Exchange) -> None:
+def abort(exchange: Exchange) -> None:
+    """Break the client's connection: what it has got is no whole answer."""
     transport = exchange.request.transport
     if isinstance(transport, asyncio.Transport):
         transport.abort()

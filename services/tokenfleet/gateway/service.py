@@ -7,6 +7,7 @@ for those who fall silent in the middle of an answer, says every two seconds wha
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import resource
@@ -31,7 +32,7 @@ from tokenfleet.gateway.http import Api, make_request
 from tokenfleet.gateway.keys import Find, Keys
 from tokenfleet.gateway.openai import ApiError, GatewayError, Parsed
 from tokenfleet.gateway.policy import engine_priority
-from tokenfleet.gateway.relay import Engines, Exchange, Relay
+from tokenfleet.gateway.relay import Engines, Exchange, Relay, abort
 from tokenfleet.gateway.settings import Limits
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
 from tokenfleet.gateway.tokenization import Tokenization, TokenizationError
@@ -116,6 +117,8 @@ class Gatekeeper:
             await site.start()
             self.api_port = int(runner.addresses[0][1])
             tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
+            for task in tasks:
+                task.add_done_callback(self._loop_ended)
             self.log.info("listening for clients", extra={"api_port": self.api_port, "gateway": self.name})
             if listening is not None:
                 listening(self.api_port)
@@ -139,6 +142,13 @@ class Gatekeeper:
             except TimeoutError:
                 self.log.error("outcomes not delivered before the stop", extra={"pending": service.bus.outbox.pending})
             await self.engines.close()
+
+    def _loop_ended(self, task: "asyncio.Task[None]") -> None:
+        """Without leases every booking of ours expires, without a watch requests may hang: better to be restarted."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.log.error("the gateway stops: a loop of it failed", exc_info=error)
+            self.service.stopping.set()
 
     async def _subscribe(self) -> None:
         bus = self.service.bus
@@ -187,7 +197,9 @@ class Gatekeeper:
         if self.service.bus.outbox.pending < _OUTBOX_MAX:
             self.apply(self.core.refused(ask, reason, self.now_ms(), received_ms=received_ms))
 
-    def open(self, request: web.BaseRequest, parsed: Parsed, ask: Ask, *, cache_salt: str) -> Exchange:
+    def open(
+        self, request: web.BaseRequest, parsed: Parsed, ask: Ask, *, received_ms: float, cache_salt: str
+    ) -> Exchange:
         """Send a request on its road."""
         tier = self._fleet.classes[ask.service_class].tier
         exchange = Exchange(
@@ -200,20 +212,22 @@ class Gatekeeper:
             on_end=self._ended,
         )
         self.exchanges[exchange.request_id] = exchange
-        self.apply(self.core.open(ask, self.now_ms()))
+        self.apply(self.core.open(ask, self.now_ms(), received_ms=received_ms))
         return exchange
 
-    def close(self, exchange: Exchange) -> None:
-        """The handler is done with it, whatever happened: nothing of it stays open."""
+    def close(self, exchange: Exchange, *, fault: bool) -> None:
+        """The handler is done with it, whatever happened (`fault`: by a fault of ours): nothing of it stays open."""
         del self.exchanges[exchange.request_id]
         one = self.core.requests.get(exchange.request_id)
+        reason = "gateway_error" if fault else "client_left"
+        if fault and exchange.response is not None:
+            abort(exchange)
         if one is not None:
-            # the client left, or the gateway itself failed: either way nobody waits for the answer
             if one.stage.unplaced:
-                self.apply(self.core.left(exchange.request_id, self.now_ms()))
+                self.apply(self.core.left(exchange.request_id, self.now_ms(), reason=reason))
             else:
                 status = 0 if exchange.response is None else exchange.response.status
-                exchange.conclude(exchange.end("cancelled", "client_left", status))
+                exchange.conclude(exchange.end("failed_midstream" if fault else "cancelled", reason, status))
         if not self.exchanges:
             self._emptied.set()
 
@@ -296,7 +310,14 @@ class Gatekeeper:
 
     def _wake(self) -> None:
         self._timer, self._timer_at_ms = None, float("inf")
-        self.apply(self.core.wake(self.now_ms()))
+        try:
+            self.apply(self.core.wake(self.now_ms()))
+        except Exception:
+            # one request that nobody foresaw must not stop the clock for all others
+            self._metrics.skipped.inc()
+            self.log.exception("a timer failed")
+        finally:
+            self._arm(self.core.next_wake_ms)
 
     # --- what is heard -----------------------------------------------------------------------------------------
 
@@ -345,8 +366,7 @@ class Gatekeeper:
 
     async def _watch(self) -> None:
         """Find engines that stopped in the middle and clients that stopped reading: one look at all, no timer each."""
-        rounds = 0
-        while True:
+        for rounds in itertools.count(1):
             await asyncio.sleep(self.limits.watch_s)
             now_ms = self.now_ms()
             for exchange in list(self.exchanges.values()):
@@ -357,7 +377,6 @@ class Gatekeeper:
                         exchange.interrupt(exchange.attempt, "client_stalled")
                 elif exchange.first_token and now_ms - exchange.last_read_ms > self.limits.token_gap_ms:
                     exchange.interrupt(exchange.attempt, "token_timeout")
-            rounds += 1
             if rounds % 20 == 0:
                 await self.engines.forget_idle()
 
@@ -409,6 +428,7 @@ class _Metrics:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> prometheus_client.Counter:
             return prometheus_client.Counter(f"tokenfleet_gateway_{name}", text, labels, registry=registry)
 
+        self._children: dict[tuple[object, ...], prometheus_client.Counter] = {}
         self._requests = counter(
             "requests", "Requests by their final outcome", ("tenant", "service_class", "outcome", "status")
         )
@@ -430,12 +450,20 @@ class _Metrics:
     def finished(self, event: OutcomeFinished, fleet: Fleet) -> None:
         """An attempt, or a request that had none, ended."""
         if event.attempt:
-            self._attempts.labels(event.outcome).inc()
+            self._child(self._attempts, event.outcome).inc()
         if event.final:
             tenant = event.tenant if event.tenant in fleet.tenants else "other"
-            self._requests.labels(tenant, event.service_class, event.outcome, str(event.status)).inc()
+            self._child(self._requests, tenant, event.service_class, event.outcome, str(event.status)).inc()
         if event.output_tokens:
-            self._tokens.labels(event.service_class, "output").inc(event.output_tokens)
+            self._child(self._tokens, event.service_class, "output").inc(event.output_tokens)
+
+    def _child(self, parent: prometheus_client.Counter, *labels: str) -> prometheus_client.Counter:
+        """The counter of these labels; finding it once saves most of what counting costs."""
+        key = (parent, *labels)
+        found = self._children.get(key)
+        if found is None:
+            found = self._children[key] = parent.labels(*labels)
+        return found
 
     def started(self, event: OutcomeStarted) -> None:
         """A first token."""
