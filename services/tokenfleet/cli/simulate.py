@@ -19,7 +19,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         description="Run a scenario through the services' own cores and modelled engines on a virtual clock, once per "
         "policy and seed, each policy on the identical arrivals; report as `tokenfleet replay` does.",
         epilog="A policy is a name, or PLACEMENT/SITES/ADMISSION such as least-work/home-first/none; a part left empty "
-        "is the default's. With several seeds, figures are means with 95%% confidence intervals.",
+        "is the default's. With several seeds, figures are means with 95% confidence intervals.",
     )
     parser.add_argument(
         "scenario", metavar="SCENARIO", nargs="?", help="a .toml file, or the name of a packaged scenario"

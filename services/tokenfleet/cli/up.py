@@ -28,6 +28,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "--ready-file", type=Path, metavar="PATH", help="write addresses, key and process ids here once all answers"
     )
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.epilog = "DIR/env holds this fleet's addresses and secrets for a shell and the other verbs: `. DIR/env`."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,6 +72,7 @@ async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
     fleet = LocalFleet(state=state, fleet_text=text, api_port=args.port, log_level=args.log_level, say=_say)
 
     def write_ready() -> None:
+        write_private(state.root / "env", _environment(fleet))
         if args.ready_file is not None:
             write_private(args.ready_file, json.dumps(fleet.ready(), indent=2) + "\n")
 
@@ -111,7 +113,26 @@ async def _run(args: argparse.Namespace, state: "StateDir", text: str) -> int:
     return code
 
 
+def _environment(fleet: "LocalFleet") -> str:
+    """A file for a shell to read: what the other verbs and an OpenAI client need to find this fleet."""
+    import shlex
+
+    ready = fleet.ready()
+    variables = {
+        "OPENAI_BASE_URL": ready["api"],
+        "OPENAI_API_KEY": ready["key"],
+        "TOKENFLEET_FLEET": str(fleet.state.fleet_file),
+        "TOKENFLEET_SECRET": fleet.state.secret(),
+        "TOKENFLEET_NATS_URL": ready["nats"],
+        "TOKENFLEET_POSTGRES_URL": ready["postgres"],
+    }
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "\n".join(["# Written by `tokenfleet up`; it contains secrets.", *lines]) + "\n"
+
+
 def _print(fleet: "LocalFleet") -> None:
+    import shlex
+
     ready = fleet.ready()
     tenants = fleet.fleet.tenants
     print(f"\nAPI        {ready['api']}")
@@ -120,6 +141,7 @@ def _print(fleet: "LocalFleet") -> None:
     print(f"NATS       {ready['nats']}")
     print(f"Postgres   {ready['postgres']}")
     print(f"state      {fleet.state.root} (logs/, fleet.toml)")
+    print(f"shell      . {shlex.quote(str(fleet.state.root / 'env'))}   (then curl, openai and the other verbs find it)")
     for name, url in ready["metrics"].items():
         print(f"metrics    {url}   {name}")
     print("\nCtrl-C ends it; the next `up` goes on where this one ended.\n", flush=True)

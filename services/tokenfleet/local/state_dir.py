@@ -6,6 +6,7 @@
     passwords.json of the bus's users (mode 600)
     keys.json      tenant → API key (mode 600)
     fleet.toml     the fleet file with local addresses
+    env            addresses and secrets as shell variables, for the other verbs (mode 600)
     nats/ postgres/ logs/
 
 Decides names and modes; knows nothing of who uses them.

@@ -8,6 +8,8 @@ import msgspec
 
 #: prefixes that belong to others: engine credentials (gateway) and the test suite
 _FOREIGN = ("TOKENFLEET_CREDENTIAL_", "TOKENFLEET_TEST_")
+#: single variables of others: the key that `replay` sends, where traces are
+_OTHERS = frozenset({"TOKENFLEET_KEY", "TOKENFLEET_SHARED"})
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -45,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         environ = os.environ if environ is None else environ
         values: dict[str, str] = {}
         for name, value in environ.items():
-            if not name.startswith("TOKENFLEET_") or name.startswith(_FOREIGN):
+            if not name.startswith("TOKENFLEET_") or name.startswith(_FOREIGN) or name in _OTHERS:
                 continue
             field = name.removeprefix("TOKENFLEET_").lower()
             if field not in cls.__struct_fields__:

@@ -79,3 +79,10 @@ def test_an_unknown_setting_of_a_service_is_named() -> None:
     )
     assert done.returncode == 2
     assert "TOKENFLEET_METRICS_PROT" in done.stderr
+
+
+def test_variables_of_other_verbs_do_not_stop_a_verb() -> None:
+    """With `TOKENFLEET_KEY` set for `replay`, every other verb ended with "no such setting"."""
+    from tokenfleet.runtime.settings import Settings
+
+    assert Settings.load({"TOKENFLEET_KEY": "tf_x", "TOKENFLEET_SHARED": "/data"}) == Settings.load({})
