@@ -141,7 +141,7 @@ def _print(fleet: "LocalFleet") -> None:
     print(f"NATS       {ready['nats']}")
     print(f"Postgres   {ready['postgres']}")
     print(f"state      {fleet.state.root} (logs/, fleet.toml)")
-    print(f"shell      . {shlex.quote(str(fleet.state.root / 'env'))}   (then curl, openai and the other verbs find it)")
+    print(f"shell      . {shlex.quote(str(fleet.state.root / 'env'))}   (for curl, openai and the other verbs)")
     for name, url in ready["metrics"].items():
         print(f"metrics    {url}   {name}")
     print("\nCtrl-C ends it; the next `up` goes on where this one ended.\n", flush=True)
