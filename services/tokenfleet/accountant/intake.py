@@ -106,7 +106,7 @@ class Intake:
             return
         try:
             # draining: what the server had sent before it heard of our leaving is ours to give back too
-            await asyncio.wait_for(subscription.drain(), 2)
+            await asyncio.wait_for(subscription.drain(), 2)  # type: ignore[no-untyped-call]  # nats-py leaves it so
             while self._arrived:
                 await self._arrived.popleft().nak()
         except (nats.errors.Error, TimeoutError) as error:
