@@ -172,6 +172,7 @@ def _circumstances(policy: str, made: Any, ran: "Run", cores: float | None) -> s
 @contextlib.contextmanager
 def _running_fleet(keep: bool) -> Iterator[_Fleet]:
     """`tokenfleet up` on a directory of its own; afterwards nothing is left of it, which is checked."""
+    from tokenfleet.local.ports import free_ports
     from tokenfleet.local.processes import Command, signal_group, spawn
     from tokenfleet.replay import cpu
 
@@ -181,6 +182,8 @@ def _running_fleet(keep: bool) -> Iterator[_Fleet]:
     ready_file, log = data_dir / "ready.json", data_dir / "up.log"
     argv = [sys.executable, "-P", "-m", "tokenfleet.cli", "up"]
     argv += ["--data-dir", str(data_dir / "state"), "--ready-file", str(ready_file), "--log-level", "warning"]
+    # Not the usual port: a fleet of the user's may be about to take it.
+    argv += ["--port", str(free_ports(1)[0])]
     env = {key: value for key, value in os.environ.items() if not key.startswith("TOKENFLEET_")}
     # Should this process be killed outright, the kernel tells the fleet to end.
     command = Command(argv=argv, env=env, cwd=str(Path.cwd()), death_signal=signal.SIGTERM)

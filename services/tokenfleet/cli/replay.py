@@ -61,7 +61,12 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     how.add_argument("--fleet", type=Path, metavar="FILE", help="fleet file with the objectives (TOKENFLEET_FLEET)")
     how.add_argument("--timeout", type=float, default=600.0, metavar="S", help="give a request up after S seconds")
     how.add_argument(
-        "--drain", type=float, default=60.0, metavar="S", help="wait S seconds after the last arrival (default 60)"
+        "--drain",
+        type=float,
+        default=360.0,
+        metavar="S",
+        help="what is still open S seconds after the last arrival is unfinished (default 360: a fleet may hold a "
+        "request for 300); a run ends as soon as nothing is open",
     )
     how.add_argument("--processes", type=int, metavar="N", help="driver processes (default: by rate)")
     out = parser.add_argument_group("report")
