@@ -164,13 +164,6 @@ class Api:
     ) -> web.StreamResponse:
         keeper = self._keeper
         counted = await keeper.tokenization.count(parsed, ask, share=client.entitled.share_prefix)
-        limit = keeper.fleet.models[ask.model].max_model_len
-        if counted.source != "estimate" and counted.input_tokens > limit:
-            raise bad_request(
-                "context_length_exceeded",
-                f"This model's maximum context length is {limit} tokens, but the prompt has {counted.input_tokens}.",
-                "messages" if parsed.endpoint == "chat" else "prompt",
-            )
         ask = msgspec.structs.replace(
             ask,
             input_tokens=counted.input_tokens,
@@ -178,8 +171,6 @@ class Api:
             prefix=counted.digest,
             prefix_stride=counted.stride,
         )
-        # the words are not needed any more: what the engine gets is in `rest`
-        parsed.messages, parsed.prompt, parsed.template_values = [], "", {}
         exchange = keeper.open(
             request,
             parsed,
@@ -275,7 +266,7 @@ class Api:
         raise ApiError(403, "not_permitted", "Your key may not use any class.")
 
 
-async def _read_body(request: web.BaseRequest, limit: int) -> bytes:
+async def _read_body(request: web.BaseRequest, limit: int) -> bytearray:
     """The body, judged while it comes. Raises `ApiError` 413, 415, 408, 400."""
     if request.content_type != "application/json":
         raise ApiError(415, "unsupported_media_type", "The body must be application/json.")
@@ -285,20 +276,18 @@ async def _read_body(request: web.BaseRequest, limit: int) -> bytes:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     content = request.content
-    pieces: list[bytes] = []
-    size = 0
+    body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             while data := await content.readany():
-                size += len(data)
-                if size > limit:
+                body += data
+                if len(body) > limit:
                     raise _too_large(limit)
-                pieces.append(data)
     except TimeoutError:
         raise ApiError(408, "body_timeout", "The body did not arrive in time.") from None
     except web.RequestPayloadError:
         raise bad_request("invalid_body", "The body could not be read.") from None
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return body
 
 
 def _too_large(limit: int) -> ApiError:

@@ -8,6 +8,7 @@ Refuses to know HTTP, who the client is and which engine serves it. Source: the 
 completions, error objects) and vLLM 0.32's protocol for the fields beyond it.
 """
 
+import codecs
 import re
 from typing import Any, Literal
 
@@ -177,13 +178,18 @@ _chat = msgspec.json.Decoder(_ChatBody)
 _completion = msgspec.json.Decoder(_CompletionBody)
 _raw = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_PIECE_BYTES = 1 << 18
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 
 class Parsed(msgspec.Struct, kw_only=True):
-    """A well-formed request. The text is dropped once it has been counted; `rest` is what an engine will get."""
+    """A well-formed request. The text is dropped once it has been counted; `rest` is what an engine will get.
+
+    `rest` are views of the client's own bytes: a long prompt exists once while its request waits.
+    """
 
     endpoint: Endpoint
     model_asked: str
@@ -205,17 +211,14 @@ class Parsed(msgspec.Struct, kw_only=True):
     template_values: dict[str, Any] = {}
     #: the client's `stream_options`
     stream_options: dict[str, Any] = {}
-    #: the top-level fields for the engine, without ours, as the inside of a JSON object
-    rest: bytes = b""
+    #: the top-level fields for the engine, without ours: the inside of a JSON object, in pieces
+    rest: list[bytes | memoryview] = []
     body_bytes: int = 0
 
 
 def parse(body: bytes | bytearray, endpoint: Endpoint) -> Parsed:
     """Read a body; raises `ApiError` (400) naming the field."""
-    try:
-        body.decode()
-    except UnicodeDecodeError:
-        raise bad_request("invalid_utf8", "The request body is not valid UTF-8.") from None
+    _check_utf8(body)
     found: _ChatBody | _CompletionBody
     try:
         found = _chat.decode(body) if endpoint == "chat" else _completion.decode(body)
@@ -267,6 +270,18 @@ def parse(body: bytes | bytearray, endpoint: Endpoint) -> Parsed:
         rest=_rest(raw, found.metadata),
         body_bytes=len(body),
     )
+
+
+def _check_utf8(body: bytes | bytearray) -> None:
+    """The JSON decoder does not look into fields that it skips. Piece by piece, so that no copy is made."""
+    decoder = _utf8()
+    try:
+        with memoryview(body) as view:
+            for at in range(0, len(view), _PIECE_BYTES):
+                decoder.decode(view[at : at + _PIECE_BYTES])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise bad_request("invalid_utf8", "The request body is not valid UTF-8.") from None
 
 
 def _positive(value: int | None, name: str, *, least: int = 1) -> int | None:
@@ -332,8 +347,8 @@ def _declared(metadata: dict[str, Any] | None) -> tuple[str, str, float | None]:
     return service_class, task, deadline_ms
 
 
-def _rest(raw: dict[str, msgspec.Raw], metadata: dict[str, Any] | None) -> bytes:
-    """Every field for the engine but `model`, `stream` and `stream_options`, joined; ends with a comma or is empty."""
+def _rest(raw: dict[str, msgspec.Raw], metadata: dict[str, Any] | None) -> list[bytes | memoryview]:
+    """Every field for the engine but `model`, `stream` and `stream_options`, each followed by a comma."""
     parts: list[bytes | memoryview] = []
     for name, value in raw.items():
         if name in STRIPPED or name in ("model", "stream", "stream_options"):
@@ -344,7 +359,7 @@ def _rest(raw: dict[str, msgspec.Raw], metadata: dict[str, Any] | None) -> bytes
                 parts += [b'"metadata":', _encode(left), b","]
             continue
         parts += [_encode(name), b":", memoryview(value), b","]
-    return b"".join(parts)
+    return parts
 
 
 def engine_body(parsed: Parsed, *, model: str, stream: bool, cache_salt: str, priority: int | None) -> bytes:
@@ -356,7 +371,7 @@ def engine_body(parsed: Parsed, *, model: str, stream: bool, cache_salt: str, pr
         ours["cache_salt"] = cache_salt
     if priority is not None:
         ours["priority"] = priority
-    return b"{" + parsed.rest + _encode(ours)[1:]
+    return b"".join((b"{", *parsed.rest, memoryview(_encode(ours))[1:]))
 
 
 class _EngineError(msgspec.Struct):

@@ -28,6 +28,8 @@ from tokenfleet_schemas.request import Ask
 _BYT5 = bytes((byte + 3) & 0xFF for byte in range(256))
 #: prompts longer than this are counted in a thread, bytes of body
 _INLINE_BYTES = {"bytes": 65_536, "file": 4_096}
+#: tokens that are digested at once: they are made wide for it. A whole number of chunks
+_DIGEST_TOKENS = 1024 * prefix.CHUNK_TOKENS
 #: bytes of body per token until an engine's usage says better
 _BYTES_PER_TOKEN = 4.0
 #: weight of one more observation
@@ -100,18 +102,30 @@ class Tokenization:
     async def count(self, parsed: Parsed, ask: Ask, *, share: bool) -> Counted:
         """Tokens and digest of a request for `ask.model` by `ask.tenant`.
 
-        Raises `ApiError` (400) where the model's template refuses the messages.
+        Raises `ApiError` (400) where the model's template refuses the messages, or the prompt is longer than the
+        model's context; an estimate is not held against a client, the engine knows better. Takes the words out of
+        `parsed`: once counted, nobody needs them.
         """
         model = self._models[ask.model]
-        key = self._key(ask.tenant, share)
+        limit = self._fleet.models[ask.model].max_model_len
+        if model.kind == "bytes":
+            # megabytes of prompt are refused before they are copied, rendered and hashed
+            _within(limit, _least_bytes(parsed), parsed)
+        counted = await self._count(model, parsed, ask, self._key(ask.tenant, share), limit)
+        parsed.messages, parsed.prompt, parsed.template_values = [], "", {}
+        if counted.source != "estimate":
+            _within(limit, counted.input_tokens, parsed)
+        return counted
+
+    async def _count(self, model: _Model, parsed: Parsed, ask: Ask, key: bytes, limit: int) -> Counted:
         if model.kind == "engine":
             tokens = await self._by_engine(parsed, ask)
             if tokens is None:
                 return Counted(input_tokens=self._estimate(parsed, ask.model), source="estimate")
-            return await asyncio.to_thread(_told, tokens, len(tokens), key, "engine")
+            return await asyncio.to_thread(_told, tokens, len(tokens), key, "engine", limit)
         if parsed.body_bytes <= _INLINE_BYTES[model.kind]:
-            return _count(model, parsed, key)
-        return await asyncio.to_thread(_count, model, parsed, key)
+            return _count(model, parsed, key, limit)
+        return await asyncio.to_thread(_count, model, parsed, key, limit)
 
     def _key(self, tenant: str, share: bool) -> bytes:
         found = self._keys.get((tenant, share))
@@ -141,15 +155,33 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return [prompt] if prompt and isinstance(prompt[0], int) else prompt
 
 
-def _count(model: _Model, parsed: Parsed, key: bytes) -> Counted:
+def _within(limit: int, tokens: int, parsed: Parsed) -> None:
+    if tokens > limit:
+        raise bad_request(
+            "context_length_exceeded",
+            f"This model's maximum context length is {limit} tokens, but the prompt has at least {tokens}.",
+            "messages" if parsed.endpoint == "chat" else "prompt",
+        )
+
+
+def _least_bytes(parsed: Parsed) -> int:
+    """A lower bound of the prompt's bytes, without making it."""
+    if parsed.endpoint == "chat":
+        contents = (message.get("content") for message in parsed.messages)
+        return sum(len(content) for content in contents if isinstance(content, str))
+    return sum(map(len, _prompts(parsed.prompt)))
+
+
+def _count(model: _Model, parsed: Parsed, key: bytes, limit: int) -> Counted:
     if parsed.endpoint == "chat":
         text = _render(model, parsed)
+        parsed.messages = []  # a long prompt is in memory often enough without them
         if model.tokenizer is None:
             tokens: bytes | list[int] = text.encode("utf-8", "replace").translate(_BYT5)
         else:
             # the template has written the special tokens already
             tokens = model.tokenizer.encode(text, add_special_tokens=False).ids
-        return _told(tokens, len(tokens), key, "tokenizer")
+        return _told(tokens, len(tokens), key, "tokenizer", limit)
     first: bytes | list[int] = b""
     total = 0
     for at, prompt in enumerate(_prompts(parsed.prompt)):
@@ -161,12 +193,19 @@ def _count(model: _Model, parsed: Parsed, key: bytes) -> Counted:
             tokens = model.tokenizer.encode(prompt).ids
         total += len(tokens)
         first = tokens if at == 0 else first
-    return _told(first, total, key, "tokenizer")
+    return _told(first, total, key, "tokenizer", limit)
 
 
-def _told(tokens: bytes | list[int], total: int, key: bytes, source: Source) -> Counted:
+def _told(tokens: bytes | list[int], total: int, key: bytes, source: Source, limit: int) -> Counted:
+    if total > limit:
+        return Counted(input_tokens=total, source=source)  # will be refused: nobody needs its digest
     try:
-        packed, stride = prefix.pack(prefix.digests(tokens, key))
+        chain, parent = bytearray(), prefix.ROOT
+        for at in range(0, len(tokens), _DIGEST_TOKENS):
+            more = prefix.extend(parent, tokens[at : at + _DIGEST_TOKENS], key)
+            parent = more[-prefix.DIGEST_BYTES :] or parent
+            chain += more
+        packed, stride = prefix.pack(bytes(chain))
     except prefix.PrefixError:
         raise bad_request("invalid_value", "'prompt' has impossible token ids.", "prompt") from None
     return Counted(input_tokens=total, source=source, digest=packed, stride=stride)

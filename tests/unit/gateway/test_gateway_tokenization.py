@@ -77,8 +77,8 @@ def test_both_renderings_of_chatml_agree() -> None:
 async def test_bytes_as_tokens(tmp_path: Path, repeat: int) -> None:
     """Short on the loop, long in a thread: one token per byte, ByT5's ids in the digest."""
     parsed = chat("ä€" * repeat)
-    counted = await tokenization(tmp_path).count(parsed, ASK, share=False)
     prompt = chatml.render(parsed.messages).encode()
+    counted = await tokenization(tmp_path).count(parsed, ASK, share=False)
     assert (counted.input_tokens, counted.source) == (len(prompt), "tokenizer")
     assert (counted.digest, counted.stride) == prefix.pack(prefix.digests([b + 3 for b in prompt], KEY))
 
@@ -94,10 +94,10 @@ async def test_tenants_share_digests_only_when_they_say_so(tmp_path: Path) -> No
     """Equal prompts of two tenants must not look equal."""
     counter = tokenization(tmp_path)
     other = msgspec.structs.replace(ASK, tenant="other")
-    parsed = chat("x" * 200)
-    mine, theirs = [(await counter.count(parsed, ask, share=False)).digest for ask in (ASK, other)]
+    said = "x" * 200
+    mine, theirs = [(await counter.count(chat(said), ask, share=False)).digest for ask in (ASK, other)]
     assert mine != theirs
-    mine, theirs = [(await counter.count(parsed, ask, share=True)).digest for ask in (ASK, other)]
+    mine, theirs = [(await counter.count(chat(said), ask, share=True)).digest for ask in (ASK, other)]
     assert mine == theirs
 
 
@@ -180,4 +180,28 @@ async def test_bytes_per_token_are_learned_from_usage(tmp_path: Path) -> None:
     assert (first.source, first.digest, first.input_tokens) == ("estimate", "", round(parsed.body_bytes / 4))
     for _ in range(3):
         counter.learn("m", 3000, 1000)
-    assert (await counter.count(parsed, ASK, share=False)).input_tokens == round(parsed.body_bytes / 3)
+    again = await counter.count(chat("x" * 1000), ASK, share=False)
+    assert again.input_tokens == round(parsed.body_bytes / 3)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer.json"])
+async def test_a_prompt_beyond_the_models_context_is_refused_before_it_is_hashed(tmp_path: Path, kind: str) -> None:
+    """400 with the count; a byte model's megabytes are not even rendered."""
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    counter = tokenization(tmp_path, tokenizer=kind, max_model_len=100)
+    assert (await counter.count(chat("x " * 10), ASK, share=False)).input_tokens <= 100
+    parsed = chat("x " * 200)
+    with pytest.raises(ApiError, match="at least") as long:
+        await counter.count(parsed, ASK, share=False)
+    assert (long.value.status, long.value.code) == (400, "context_length_exceeded")
+
+
+async def test_a_chain_made_in_pieces_is_the_chain(tmp_path: Path) -> None:
+    """Long prompts are digested piece by piece, so that they are not held four times."""
+    parsed = chat("abc" * 50_000)
+    prompt = chatml.render(parsed.messages).encode()
+    counted = await tokenization(tmp_path, max_model_len=10**6).count(parsed, ASK, share=False)
+    assert (counted.digest, counted.stride) == prefix.pack(prefix.digests([b + 3 for b in prompt], KEY))
+    assert (parsed.messages, parsed.prompt) == ([], ""), "the words are gone"
