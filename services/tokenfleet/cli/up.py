@@ -1,6 +1,7 @@
 """`tokenfleet up`: the whole fleet on this machine, until Ctrl-C."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -126,6 +127,9 @@ def _environment(fleet: "LocalFleet") -> str:
         "TOKENFLEET_NATS_URL": ready["nats"],
         "TOKENFLEET_POSTGRES_URL": ready["postgres"],
     }
+    # /metrics, /readyz and /healthz are beside each other: METRICS_GATEWAY, METRICS_TOKENPILOT_B
+    for name, url in ready["metrics"].items():
+        variables[f"METRICS_{re.sub(r'[^A-Z0-9]', '_', name.upper())}"] = url
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join(["# Written by `tokenfleet up`; it contains secrets.", *lines]) + "\n"
 
