@@ -35,8 +35,8 @@ from tokenfleet_schemas.placement import (
 )
 from tokenfleet_schemas.request import Ask, RequestReceived
 
-#: assignments that were used and are remembered so that their repetition is not declined
-_USED_MAX = 8192
+#: assignments that were used or declined and are remembered, so that their repetition changes nothing
+_ANSWERED_MAX = 8192
 #: refusals of a single site, after which the gateway's own round goes on to the next
 _ONE_SITE = frozenset({"model_not_ready", "no_capacity"})
 
@@ -56,7 +56,7 @@ class Gateway:
         self.road_silent = False
         self._timers: list[tuple[float, int, str, int]] = []
         self._numbers = count(1)
-        self._used: dict[str, None] = {}
+        self._assignments: dict[str, None] = {}
         #: instance → requests waiting for its first token
         self._awaiting: dict[str, set[str]] = {}
         self._leases = count(1)
@@ -255,17 +255,17 @@ class Gateway:
     # --- events ------------------------------------------------------------------------------------------------
 
     def _on_assigned(self, event: PlacementAssigned, now_ms: float) -> Iterator[Effect]:
-        if event.gateway != self.name or event.id in self._used:
+        if event.gateway != self.name or event.id in self._assignments:
             return
+        self._assignments[event.id] = None
+        if len(self._assignments) > _ANSWERED_MAX:
+            del self._assignments[next(iter(self._assignments))]
         one = self.requests.get(event.request_id)
         unfit = self._unfit(one, event)
         if one is None or unfit:
             yield from self._decline(event, unfit, event.instance, now_ms)
             return
         self._answered(one)
-        self._used[event.id] = None
-        if len(self._used) > _USED_MAX:
-            del self._used[next(iter(self._used))]
         self._enter(one, Stage.DISPATCHED)
         one.assigned, one.dispatched_ms = event, now_ms
         one.fallback = one.fallback or event.how == "fallback"

@@ -19,6 +19,7 @@ from tokenfleet import prefix
 from tokenfleet.fleet import Fleet, Tenant
 from tokenfleet.gateway.keys import KeysUnavailable
 from tokenfleet.gateway.openai import ApiError, Endpoint, Parsed, bad_request, parse, refusal
+from tokenfleet.gateway.relay import SERVER
 from tokenfleet.gateway.state import Refuse
 from tokenfleet_schemas.request import Ask
 
@@ -103,6 +104,7 @@ class Api:
                 extra={"request_id": request_id, "status": error.status, "code": error.code},
             )
         headers = {
+            **SERVER,
             "Content-Type": "application/json",
             "X-Request-Id": request_id,
             "X-Tokenfleet-Request-Id": request_id,
@@ -113,13 +115,13 @@ class Api:
     # --- small routes ------------------------------------------------------------------------------------------
 
     async def _healthz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
-        return web.Response(text="ok\n")
+        return web.Response(text="ok\n", headers=SERVER)
 
     async def _readyz(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         failing = self._keeper.not_ready()
         if failing:
-            return web.Response(status=503, text="not ready: " + ", ".join(failing) + "\n")
-        return web.Response(text="ready\n")
+            return web.Response(status=503, text="not ready: " + ", ".join(failing) + "\n", headers=SERVER)
+        return web.Response(text="ready\n", headers=SERVER)
 
     async def _models(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         client = await self._client(request)
@@ -315,5 +317,5 @@ def _model_object(name: str) -> dict[str, object]:
 
 
 def _json(value: object, request_id: str) -> web.Response:
-    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    headers = {**SERVER, "Content-Type": "application/json", "X-Request-Id": request_id}
     return web.Response(body=msgspec.json.encode(value), headers=headers)

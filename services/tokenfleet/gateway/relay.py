@@ -32,6 +32,8 @@ from tokenfleet_schemas.request import Ask
 _REJECTED = frozenset({400, 413, 415, 422})
 #: and: not now, not here
 _BUSY = frozenset({408, 429, 503})
+#: instead of the names and versions of the libraries
+SERVER = {"Server": "tokenfleet"}
 #: bytes of an error page that are read
 _ERROR_BYTES = 65_536
 #: vLLM closes an idle connection after 5.0 s; one that is about to be closed is not used again
@@ -503,6 +505,7 @@ class Relay:
 def _served(exchange: Exchange, assigned: PlacementAssigned) -> dict[str, str]:
     """Who served it, without any address."""
     return {
+        **SERVER,
         "X-Request-Id": exchange.request_id,
         "X-Tokenfleet-Request-Id": exchange.request_id,
         "X-Tokenfleet-Attempts": str(exchange.attempt),

@@ -566,7 +566,7 @@ def test_timers_of_closed_requests_do_not_pile_up() -> None:
         bench.hear(assigned(name))
         bench.do(bench.gateway.ended(name, End(outcome="completed", status=200), bench.now_ms))
     assert len(bench.gateway._timers) <= 2048
-    assert len(bench.gateway._used) <= 8192
+    assert len(bench.gateway._assignments) <= 8192
     bench.check_empty()
 
 
