@@ -33,6 +33,11 @@ class Service:
         self.clock = Clock()
         self.bus = Bus(settings, self.clock, self.replica)
         self.metrics = prometheus_client.CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self.metrics)
+        tasks = prometheus_client.Gauge(
+            "tokenfleet_asyncio_tasks", "Tasks of the event loop; a leak shows as growth", registry=self.metrics
+        )
+        tasks.set_function(lambda: float(len(asyncio.all_tasks())))
         self.log = logging.getLogger(f"tokenfleet.{name}")
         #: set by SIGTERM or SIGINT
         self.stopping = asyncio.Event()

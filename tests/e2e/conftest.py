@@ -1,0 +1,41 @@
+"""One whole fleet for all end-to-end tests, and what must hold after each of them.
+
+`fleet` is `tokenfleet up` with the reference fleet, started once and warmed up; whoever uses it is followed by
+`Running.invariants`, so that a test which leaves something open fails itself and not its neighbour.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from tests.e2e.running import Running, running
+
+
+@pytest.fixture(scope="session")
+def whole_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The running fleet, warmed up: every engine has answered, and what its processes hold then is their baseline."""
+    with running(tmp_path_factory.mktemp("fleet") / "state") as found:
+        with asyncio.Runner() as runner:
+            runner.run(_warm_up(found))
+        yield found
+
+
+async def _warm_up(found: Running) -> None:
+    async with found.session() as session:
+        for model in ("chat-8b", "chat-8b@2", "doc-32b"):
+            for stream in (True, False):
+                answers = await asyncio.gather(
+                    *(found.ask(session, model=model, stream=stream, tokens=12) for _ in range(4))
+                )
+                assert all(one.completed for one in answers), answers
+    await found.invariants(within_s=30.0)
+    found.baseline = await found.weights()
+
+
+@pytest.fixture
+async def fleet(whole_fleet: Running) -> AsyncIterator[Running]:
+    """The running fleet; afterwards nothing of the test is left in it."""
+    yield whole_fleet
+    for instance in whole_fleet.ready["emulators"]:
+        await whole_fleet.fault(instance, "none")
+    await whole_fleet.invariants(within_s=25.0)
