@@ -219,8 +219,11 @@ def create_engine(
     pool_size: int = 4,
     statement_timeout_ms: int = 5_000,
     lock_timeout_ms: int = 2_000,
+    pre_ping: bool = True,
 ) -> AsyncEngine:
     """A pool of at most `pool_size` connections; connects lazily. Raises `DatabaseUrlError`.
+
+    Without `pre_ping` the first statement after a restart of Postgres fails, which suits whoever retries anyway.
 
     Time-outs run on the server, so that an abandoned statement ends even if its client is gone; 0 means none.
     """
@@ -229,7 +232,7 @@ def create_engine(
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=10,
-        pool_pre_ping=True,
+        pool_pre_ping=pre_ping,
         connect_args={
             "timeout": 5,
             # for a server that is cut off: the statement's own time-out runs there and cannot reach us

@@ -175,6 +175,7 @@ async def run(service: Service) -> None:
         pool_size=settings.pool_size,
         statement_timeout_ms=settings.statement_timeout_ms,
         lock_timeout_ms=settings.lock_timeout_ms,
+        pre_ping=False,
     )
     try:
         if not await _schema_ready(service, engine):

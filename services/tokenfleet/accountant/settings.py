@@ -16,8 +16,9 @@ class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_ms: float = 600_000.0
     #: rows in one transaction at most
     batch_rows_max: int = 500
-    #: how long a batch waits for company after its first event, s
-    batch_wait_s: float = 0.05
+    #: how long a batch waits for company after its first event, s: a transaction costs as much as fifty of its rows,
+    #: and nobody reads the ledger within the second
+    batch_wait_s: float = 0.5
     #: unacknowledged events that all replicas together hold at most
     ack_pending_max: int = 4_000
     #: an event not acknowledged in this time is delivered again, s
