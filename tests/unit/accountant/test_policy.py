@@ -110,3 +110,13 @@ def test_the_median_follows_the_last_answers_only() -> None:
     for tokens in [1000] * 5 + [10] * 5:
         medians.learn(outcome(output_tokens=tokens))
     assert medians.offered(outcome(outcome="refused", output_tokens=0)) == (10, True)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("kind", list(GROUP_OF))
+@pytest.mark.parametrize("ttft_ms", [100.0, 900.0, None])
+def test_every_delivered_token_is_either_good_or_wasted(kind: Any, final: bool, ttft_ms: float | None) -> None:
+    """Tokens in neither sum would be work that nobody accounts for."""
+    verdict = judge(outcome(outcome=kind, final=final, times=Times(ttft_ms=ttft_ms, tpot_ms=1.0, e2e_ms=1000.0)))
+    assert (50 if verdict.compliant else 0) + verdict.wasted_tokens == 50
+    assert bool(verdict.wasted_cause) is bool(verdict.wasted_tokens)
