@@ -8,7 +8,7 @@ end, every counter is exactly zero.
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.simulation.harness import SMALL, Engine, report
 from tests.simulation.messages import (
@@ -78,6 +78,9 @@ KINDS = (
     "reload",
     "restore",
 )
+
+#: no explain phase: a script has hundreds of values, and each would be varied
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 
 steps = st.lists(
     st.tuples(
@@ -174,7 +177,7 @@ def check(bench: Bench) -> None:
     bench.check_zero()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None, phases=PHASES)
 @given(steps)
 def test_fleetmind_never_asks_a_forbidden_site(script: list[tuple[str, int, str, int, bool, int]]) -> None:
     """Choice, resubmission, silent hop, retry, move and takeover: one filter, failing closed."""
@@ -184,7 +187,7 @@ def test_fleetmind_never_asks_a_forbidden_site(script: list[tuple[str, int, str,
     check(bench)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None, phases=PHASES)
 @given(steps)
 def test_slomax_never_asks_or_releases_at_a_forbidden_site(script: list[tuple[str, int, str, int, bool, int]]) -> None:
     """The fallback for a silent FleetMind and the release of what somebody else held in the wrong place."""

@@ -283,6 +283,8 @@ class SLOMax:
         """FleetMind owes a request for a site, unless it has said one for this or a later revision."""
         if one.decided is None or not one.decided.admitted or one.place >= (one.attempt, one.revision):
             return
+        if one.refused is not None and one.refused.attempt >= one.attempt:
+            return  # the gateway has its answer
         sites = permitted_sites(self.fleet, one.ask.tenant, one.ask.model)
         near = next((s for s in self.fleet.home_order(one.ask.entry, one.ask.model) if s in sites), one.ask.entry)
         one.watch_until_ms = now_ms + hop_timeout_ms(self.fleet, one.ask.entry, near)
@@ -309,6 +311,7 @@ class SLOMax:
                 self._refuse_request(one, verdict, term, now_ms, cause=one.cause, sites=considered)
             return  # every site was asked: the gateway watches the whole road and submits again
         one.tried.append(site)
+        one.attempt = max(one.attempt, one.place[0])
         revision = max(one.revision, one.place[1] + 1 if one.place[0] == one.attempt else 0)
         requested = PlacementRequested(
             id=f"{ask.request_id}:requested:{one.attempt}:{revision}:slomax",
