@@ -26,6 +26,7 @@ from tokenfleet.accountant.settings import AccountantSettings
 from tokenfleet.fleet import parse
 from tokenfleet.local.nats import NatsServer
 from tokenfleet.local.postgres import PostgresServer
+from tokenfleet.runtime.permissions import nats_users, user_names
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.settings import Settings
 from tokenfleet_schemas import codec
@@ -133,9 +134,9 @@ async def publish(client: Client, *events: Event, message_id: bool = False) -> N
 
 
 @contextlib.asynccontextmanager
-async def service(nats_url: str, postgres_url: str, replica: str = "") -> AsyncIterator[Service]:
+async def service(nats_url: str, postgres_url: str, replica: str = "", **more: str) -> AsyncIterator[Service]:
     """A connected service without a body."""
-    settings = Settings(nats_url=nats_url, postgres_url=postgres_url, replica=replica, fleet="/nonexistent")
+    settings = Settings(nats_url=nats_url, postgres_url=postgres_url, replica=replica, fleet="/nonexistent", **more)
     made = Service("accountant", settings, parse(FLEET))
     await made.start()
     try:
@@ -146,9 +147,9 @@ async def service(nats_url: str, postgres_url: str, replica: str = "") -> AsyncI
 
 
 @contextlib.asynccontextmanager
-async def accountant(nats_url: str, postgres_url: str, replica: str = "") -> AsyncIterator[Service]:
+async def accountant(nats_url: str, postgres_url: str, replica: str = "", **more: str) -> AsyncIterator[Service]:
     """A whole accountant in this process."""
-    async with service(nats_url, postgres_url, replica) as made:
+    async with service(nats_url, postgres_url, replica, **more) as made:
         running = asyncio.create_task(run(made))
         try:
             yield made
@@ -453,3 +454,27 @@ async def test_an_accountant_waits_for_the_schema_and_stops_at_a_newer_one(
         assert await asyncio.to_thread(old.wait, 20) == 1
     finally:
         old.kill()
+
+
+async def test_its_own_user_may_do_all_that_it_does(database_url: str, tmp_path: Path) -> None:
+    """In production it is no administrator: a missing grant would show as a ledger that stays empty."""
+    fleet = parse(FLEET)
+    users = nats_users(fleet, {name: f"pw-{name}" for name in user_names(fleet)})
+    said = asyncio.Event()
+
+    async def goodput(_message: Any) -> None:
+        said.set()
+
+    with NatsServer(tmp_path / "nats", users=[user.entry() for user in users]) as server:
+        assert isinstance(server, NatsServer)
+        admin = await nats.connect(server.url_for("admin"))
+        await admin.subscribe(subject_filter(GoodputMeasured), cb=goodput)
+        async with service(server.url_for("admin"), database_url):
+            pass  # provisions the streams
+        user = {"nats_user": "accountant", "nats_password": "pw-accountant"}
+        async with accountant(server.bare_url, database_url, **user) as made:
+            await publish(admin, *(outcome(f"r{n}") for n in range(20)))
+            await Rows(database_url).until(20)
+            await asyncio.wait_for(said.wait(), 10)
+            assert made.not_ready() == []
+        await admin.close()

@@ -25,7 +25,7 @@ from tokenfleet.runtime.ownership import Lease
 from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet_schemas.lease import GatewayLeased
-from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
+from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import RequestReceived
 from tokenfleet_schemas.routes import stream_of, subject_filter
 
@@ -33,8 +33,13 @@ from tokenfleet_schemas.routes import stream_of, subject_filter
 HISTORY_S = 7_200.0
 
 READS = tuple(
-    Read(filter=subject_filter(message), stream=stream_of(message), since_s=HISTORY_S)
-    for message in (RequestReceived, OutcomeStarted, OutcomeFinished, GatewayLeased)
+    Read(filter=wanted, stream=stream_of(message), since_s=HISTORY_S)
+    for message, wanted in (
+        (RequestReceived, subject_filter(RequestReceived)),
+        # first tokens and ends by one reader, so that they keep their order
+        (OutcomeFinished, subject_filter("outcome")),
+        (GatewayLeased, subject_filter(GatewayLeased)),
+    )
 )
 
 
