@@ -52,6 +52,7 @@ def perturbed(base: Profile, spec: EngineSpec) -> Profile:
         t_w_ms=base.t_w_ms * spec.t_w,
         t_fix_ms=base.t_fix_ms * spec.t_fix,
         api_delay_ms=base.api_delay_ms * spec.api_delay,
+        block_tokens=spec.block_tokens,
     )
 
 

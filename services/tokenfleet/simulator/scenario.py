@@ -122,6 +122,8 @@ class EngineSpec(Table, frozen=True, kw_only=True):
     t_fix: float = 1.0
     api_delay: float = 1.0
     scheduling: Literal["fcfs", "priority"] = "priority"
+    #: tokens of a KV block (vLLM: 16); larger ones make long prompts cheaper to simulate and hits a little shorter
+    block_tokens: int = 16
 
 
 class GatewaySpec(Table, frozen=True, kw_only=True):
@@ -346,6 +348,8 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
     expect(raw.gateways.lease_s > 0, "gateways.lease_s must be positive")
     for key in ("c", "a", "k", "t_w", "t_fix", "api_delay"):
         expect(getattr(raw.engines, key) > 0, f"engines.{key} must be positive")
+    block = raw.engines.block_tokens
+    expect(block in (16, 32, 64, 128, 256, 512), f"engines.block_tokens cannot be {block}")
     for number, fault in enumerate(raw.faults, start=1):
         wrong = _fault(fault, fleet, entries)
         if wrong:

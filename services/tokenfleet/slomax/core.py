@@ -661,16 +661,21 @@ class SLOMax:
         self._out.append(Note("slomax_released", labels))
 
     def _release_due(self, request_id: str, now_ms: float) -> None:
-        """Nobody answered a release: its message or its TokenPilot is lost; it may be released again."""
-        held = self._find_held(request_id)
-        if held is None or not held.released:
-            return
-        pool = self.state.pools[self.state.where[request_id]]
-        release = pool.releases.get(held.released)
-        if release is not None and now_ms - release.at_ms < RELEASE_MS:
-            return
-        policy.take_back(pool, held.released)
-        held.released = 0
+        """Nobody counted a release in an offer: its message is lost, or its TokenPilot.
+
+        If the request still waits for it, it may be released again. If TokenPilot placed it without having heard of
+        the release, its offers will never name that number: the room is not taken twice for ever.
+        """
+        for pool in self.state.pools.values():
+            for number, release in list(pool.releases.items()):
+                if release.request_id != request_id or now_ms - release.at_ms < RELEASE_MS:
+                    continue
+                held = pool.held.get(request_id)
+                if held is not None and held.released == number:
+                    policy.take_back(pool, number)
+                    held.released = 0
+                else:
+                    del pool.releases[number]
 
     def _patience_due(self, request_id: str, now_ms: float) -> None:
         held = self._find_held(request_id)
