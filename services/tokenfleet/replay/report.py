@@ -189,23 +189,22 @@ def _result(records: Sequence[Record], classes: Mapping[str, ServiceClass], dura
 
 
 _COLUMNS: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
-    ("compliance", 8, lambda r: f"{100 * r.compliance:.1f}%"),
-    ("goodput tok/s", 8, lambda r: f"{r.goodput_tokens_per_s:.0f}"),
-    ("output tok/s", 8, lambda r: f"{r.output_tokens_per_s:.0f}"),
-    ("completed", 6, lambda r: str(r.completed)),
-    ("refused", 6, lambda r: str(r.refused)),
-    ("lost", 6, lambda r: str(r.cancelled + r.failed + r.unfinished)),
-    ("TTFT p50 s", 7, lambda r: _seconds(r.ttft_ms.p50)),
-    ("TTFT p99 s", 7, lambda r: _seconds(r.ttft_ms.p99)),
-    ("TPOT p50 ms", 7, lambda r: "-" if r.tpot_ms.p50 is None else f"{r.tpot_ms.p50:.0f}"),
+    ("compliance", 6, lambda r: f"{100 * r.compliance:.1f}%"),
+    ("goodput", 6, lambda r: f"{r.goodput_tokens_per_s:.0f}"),
+    ("output", 6, lambda r: f"{r.output_tokens_per_s:.0f}"),
+    ("completed", 5, lambda r: str(r.completed)),
+    ("refused", 4, lambda r: str(r.refused)),
+    ("lost", 4, lambda r: str(r.cancelled + r.failed + r.unfinished)),
+    ("TTFT p50 s", 6, lambda r: _seconds(r.ttft_ms.p50)),
+    ("TTFT p99 s", 6, lambda r: _seconds(r.ttft_ms.p99)),
 )
 
 
 def table(reports: Sequence[RunReport]) -> str:
-    """The runs side by side as plain text: one line per group, one pair (or more) of columns per figure.
+    """The runs side by side as plain text: one line per group, under each figure one column per run, in their order.
 
-    TTFT is over offered requests; `never` says that the rank falls on a request that got no token. `lost` is
-    cancelled + failed + unfinished.
+    Goodput and output are tokens/s; `lost` is cancelled + failed + unfinished; TTFT is over offered requests, and
+    `never` says that the rank falls on a request that got no token.
     """
     if not reports:
         raise ReportError("no run to print")
@@ -218,15 +217,14 @@ def table(reports: Sequence[RunReport]) -> str:
         names = sorted({name for group in groups for name in group})
         scopes += [(f"{title} {name}", [group.get(name) for group in groups]) for name in names]
     label_width = max(len(label) for label, _ in scopes)
-    labels = [_short(report.policy) for report in reports]
-    several = len(reports) > 1
+    marks = [chr(ord("A") + nth) for nth in range(len(reports))] if len(reports) > 1 else [""]
+    widths = [max(width, -(-len(title) // len(reports)) - 1) for title, width, _ in _COLUMNS]
     head, under = " " * label_width + "  offered", " " * (label_width + 9)
-    for title, width, _ in _COLUMNS:
-        cell = max(width, *(len(label) for label in labels)) if several else max(width, len(title))
-        group = (cell + 1) * len(reports)
-        head += " |" + title.center(max(group, len(title)))
-        under += " |" + "".join(f"{label:>{cell}} " for label in labels)
-    lines = [head.rstrip()] + ([under.rstrip()] if several else [])
+    for (title, _, _), width in zip(_COLUMNS, widths, strict=True):
+        head += " |" + title.rjust((width + 1) * len(reports))
+        under += " |" + "".join(f"{mark:>{width + 1}}" for mark in marks)
+    lines = [f"{mark} = {report.policy}" for mark, report in zip(marks, reports, strict=True) if mark]
+    lines += [head] + ([under] if len(reports) > 1 else [])
     kind = ""
     for label, results in scopes:
         if label.split(" ")[0] != kind:
@@ -235,17 +233,11 @@ def table(reports: Sequence[RunReport]) -> str:
         counts = [0 if result is None else result.offered for result in results]
         offered = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
         line = f"{label:<{label_width}}{offered:>9}"
-        for title, width, show in _COLUMNS:
-            cell = max(width, *(len(name) for name in labels)) if several else max(width, len(title))
-            shown = "".join(f"{'-' if r is None else show(r):>{cell}} " for r in results)
-            line += " |" + shown.ljust(len(title))
-        lines.append(line.rstrip())
+        for (_, _, show), width in zip(_COLUMNS, widths, strict=True):
+            line += " |" + "".join(f"{'-' if r is None else show(r):>{width + 1}}" for r in results)
+        lines.append(line)
     return "\n".join(lines)
 
 
 def _seconds(value_ms: float | None) -> str:
     return "never" if value_ms is None else f"{value_ms / 1000:.2f}"
-
-
-def _short(policy: str) -> str:
-    return policy if len(policy) <= 11 else policy[:10] + "…"
