@@ -50,9 +50,10 @@ NUMBER_GAP = 100
 class SLOMax:
     """One replica of SLOMax, for every entry's admissions and every site's releases."""
 
-    def __init__(self, fleet: Fleet, *, replica: str) -> None:
+    def __init__(self, fleet: Fleet, *, replica: str, choose: policy.Chooser = policy.choose) -> None:
         self.fleet = fleet
         self.replica = replica
+        self.choose = choose
         self.state = State()
         self.offices = Offices(replica)
         self._timers: list[tuple[float, str, str]] = []
@@ -609,7 +610,7 @@ class SLOMax:
         if not term or now_ms - room.heard_ms > OFFER_MS:
             return
         while True:
-            choice = policy.choose(self.fleet, pool, instance, policy.level(pool, instance, room), now_ms)
+            choice = self.choose(self.fleet, pool, instance, policy.level(pool, instance, room), now_ms)
             if choice.held is None:
                 break
             self._release(key, instance, choice.held, choice.reason, term, now_ms)

@@ -8,6 +8,7 @@ arXiv:2503.22562). Refuses to know how the answers travel.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
 
@@ -186,6 +187,12 @@ class Choice(msgspec.Struct, frozen=True):
     held: Held | None
     #: `earned`, `borrowed`, `fifo`; of an empty choice `nothing_held`, `nothing_fits`, `reserved`
     reason: str
+
+
+class Chooser(Protocol):
+    """Who goes next into the room of one instance."""
+
+    def __call__(self, fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) -> Choice: ...
 
 
 def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) -> Choice:
