@@ -350,7 +350,9 @@ class Relay:
             try:
                 data = await content.readany()
             except (aiohttp.ClientError, OSError):
-                data = b""
+                # What came before the break: `readany` raises before it hands that over, so a reset in the same
+                # breath as tokens would lose them. The second time there is nothing left.
+                data = content._read_nowait(-1)
             tokens = scanner.tokens
             out = scanner.feed(data) if data else scanner.end()
             exchange.last_read_ms = now_ms = self._now_ms()

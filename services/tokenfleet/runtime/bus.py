@@ -90,26 +90,13 @@ class Bus:
         deadline = asyncio.get_running_loop().time() + patience_s
         while True:
             try:
-                await self.nc.connect(
-                    self.settings.nats_url,
-                    name=self.name,
-                    inbox_prefix=f"_INBOX_{user}" if user else "_INBOX",
-                    allow_reconnect=True,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,  # type: ignore[arg-type]  # annotated int, used as seconds
-                    connect_timeout=2,
-                    ping_interval=10,
-                    max_outstanding_pings=2,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnected,
-                    reconnected_cb=self._on_reconnected,
-                    closed_cb=self._on_disconnected,
-                    **options,
-                )
+                # nats-py would retry a first connection for ever, inside this call
+                async with asyncio.timeout(min(5.0, patience_s)):
+                    await self._connect_once(options)
                 break
+            except nats.errors.AuthorizationError:
+                raise BusError(f"NATS refused user {user!r}") from None
             except (OSError, nats.errors.Error, TimeoutError) as error:
-                if isinstance(error, nats.errors.AuthorizationError):
-                    raise BusError(f"NATS refused user {user!r}") from None
                 if asyncio.get_running_loop().time() > deadline:
                     raise BusDown(f"no NATS at {self.settings.nats_url}: {error or type(error).__name__}") from None
                 log.info("waiting for NATS", extra={"url": self.settings.nats_url})
@@ -120,6 +107,25 @@ class Bus:
         self.connections += 1
         self.spawn(self._pump())
         self.outbox.start()
+
+    async def _connect_once(self, options: dict[str, Any]) -> None:
+        user = self.settings.nats_user
+        await self.nc.connect(
+            self.settings.nats_url,
+            name=self.name,
+            inbox_prefix=f"_INBOX_{user}" if user else "_INBOX",
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.2,  # type: ignore[arg-type]  # annotated int, used as seconds
+            connect_timeout=2,
+            ping_interval=10,
+            max_outstanding_pings=2,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_disconnected,
+            **options,
+        )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a background task of the bus; it ends with `close`."""
