@@ -154,3 +154,18 @@ def test_a_gateway_that_dies_leaves_no_bookings() -> None:
     world.loop.run_until(world.loop.now_ms + 12_000)
     world.check()
     assert {r.error_code for r in run.records if r.outcome == "failed"} == {"connection"}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("random", "least-requests", "power-of-two", "prefix-hash", "cache-aware", "llm-d", "affinity", "dynamo"),
+        *("mooncake", "lmetric", "j", "j+queue", "llm-d+queue/home-first/edf", "least-work/home-first/sjf"),
+    ],
+)
+def test_baselines_keep_the_same_promises(policy: str) -> None:
+    """A baseline that loses requests is no baseline."""
+    world = World(scenario(duration_s=8, rate=10), choose(policy), 1)
+    run = world.run()
+    world.check()
+    assert Counter(record.outcome for record in run.records)["completed"] > 0.8 * len(run.records)

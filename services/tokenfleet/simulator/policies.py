@@ -1,24 +1,33 @@
 """The policies that can be compared, by name: which rule places, which orders sites, which admits and orders holds.
 
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
-default of the policy `tokenfleet` (`least-work/home-first/pools`).
+default of the policy `tokenfleet` (`least-work/home-first/pools`). A baseline's placement is that rule alone, with
+`+queue` the rule inside our holds and releases. Admission `fcfs`, `edf`, `sjf` and `feasible-edf` let everybody in and
+order what is held by that one rule.
 """
+
+from typing import Any
 
 import msgspec
 
 from tokenfleet.fleet import Fleet, Policy
+from tokenfleet.simulator.baselines import ORDERS, RULES, pilot
 from tokenfleet.simulator.errors import UnknownPolicyError
+from tokenfleet.slomax.core import SLOMax
+from tokenfleet.tokenpilot.core import TokenPilot
 
 SITES = ("home-first", "round-robin")
-ADMISSIONS = ("pools", "none")
+ADMISSIONS = ("pools", "none", *ORDERS)
+#: placement rules of the live TokenPilot
+LIVE_PLACEMENTS = ("least-work", "round-robin")
 
-#: names for whole combinations
+#: names for whole combinations; a baseline alone admits everybody and asks the home site
 NAMED: dict[str, str] = {
     "tokenfleet": "least-work/home-first/pools",
     "round-robin": "round-robin/round-robin/none",
+    **{name: f"{name}/home-first/none" for name in RULES},
+    **{f"{name}+queue": f"{name}+queue/home-first/pools" for name in RULES},
 }
-#: placement rules of the live TokenPilot
-LIVE_PLACEMENTS = ("least-work", "round-robin")
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,11 +39,23 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     admission: str
 
     def applied(self, fleet: Fleet) -> Fleet:
-        """The fleet under this policy."""
-        policy = msgspec.convert(
-            {"placement": self.placement, "sites": self.sites, "admission": self.admission}, type=Policy
-        )
-        return msgspec.structs.replace(fleet, policy=policy)
+        """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
+        at_once = self.placement in RULES or self.placement == "round-robin"
+        tables: dict[str, Any] = {
+            "placement": "round-robin" if at_once else "least-work",
+            "sites": self.sites,
+            "admission": "none" if self.admission in ORDERS else self.admission,
+        }
+        return msgspec.structs.replace(fleet, policy=msgspec.convert(tables, type=Policy))
+
+    def tokenpilot(self, fleet: Fleet, site: str, replica: str) -> TokenPilot:
+        """The TokenPilot of a site under this policy."""
+        return pilot(self.placement, fleet, site, replica)
+
+    def slomax(self, fleet: Fleet, replica: str) -> SLOMax:
+        """SLOMax under this policy."""
+        order = ORDERS.get(self.admission)
+        return SLOMax(fleet, replica=replica) if order is None else SLOMax(fleet, replica=replica, choose=order)
 
 
 def known() -> list[str]:
@@ -49,6 +70,8 @@ def choose(name: str) -> Choice:
         raise UnknownPolicyError(name, known())
     placement, sites, admission = (*parts, "", "")[:3]
     placement, sites, admission = placement or "least-work", sites or "home-first", admission or "pools"
-    if placement not in LIVE_PLACEMENTS or sites not in SITES or admission not in ADMISSIONS:
+    rule, plus, queue = placement.partition("+")
+    sound = rule in RULES and queue == ("queue" if plus else "") if rule not in LIVE_PLACEMENTS else not plus
+    if not sound or sites not in SITES or admission not in ADMISSIONS:
         raise UnknownPolicyError(name, known())
     return Choice(name=name, placement=placement, sites=sites, admission=admission)

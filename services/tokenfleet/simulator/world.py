@@ -26,8 +26,6 @@ from tokenfleet.simulator.instances import SimulatedInstance, Work
 from tokenfleet.simulator.loop import START_MS, Loop
 from tokenfleet.simulator.policies import Choice
 from tokenfleet.simulator.scenario import Scenario
-from tokenfleet.slomax.core import SLOMax
-from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import Ask
@@ -349,13 +347,13 @@ class World:
     def _join_services(self) -> None:
         fleet, hub = self.fleet, self.scenario.hub
         cores: list[tuple[str, str, str, Any]] = [
-            ("slomax", "slomax", hub, SLOMax(fleet, replica="slomax")),
+            ("slomax", "slomax", hub, self.choice.slomax(fleet, "slomax")),
             ("fleetmind", "fleetmind", hub, FleetMind(fleet, replica="fleetmind")),
         ]
         for site, one in fleet.sites.items():
             if one.instances:
                 name = f"tokenpilot@{site}"
-                cores.append((name, "tokenpilot", site, TokenPilot(fleet, site, replica=name)))
+                cores.append((name, "tokenpilot", site, self.choice.tokenpilot(fleet, site, name)))
         accountant = Accountant(fleet)
         accountant.take_office(1)
         nodes = [Node(name, service, site, core, self.bus) for name, service, site, core in cores]
