@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from tokenfleet.cli._errors import CommandError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tokenfleet.simulator.experiment import Task
+    from tokenfleet.simulator.scenario import Scenario
+    from tokenfleet.simulator.search import Probe
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,8 +34,15 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per policy (default 1)")
     parser.add_argument("--seed", type=int, metavar="S", help="first seed (default: the scenario's)")
-    parser.add_argument("--speed", type=float, metavar="X", help="speed of every trace, instead of the scenario's")
+    parser.add_argument("--speed", type=float, metavar="X", help="multiply the speed of every trace by X")
     parser.add_argument("--traces", type=Path, metavar="DIR", help="where traces are ($TOKENFLEET_SHARED/traces)")
+    parser.add_argument(
+        "--knee",
+        nargs=2,
+        type=float,
+        metavar=("LOW", "HIGH"),
+        help="instead of one report per policy, find its stable load and its knee between two multiples of the speed",
+    )
     parser.add_argument("--processes", type=int, metavar="N", help="runs at once (default: one per core)")
     out = parser.add_argument_group("report")
     out.add_argument("--json", action="store_true", help="print one JSON object per run")
@@ -60,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--processes must be at least 1")
     if args.speed is not None and args.speed <= 0:
         raise UsageError("--speed must be above 0")
+    if args.knee is not None and not 0 < args.knee[0] < args.knee[1]:
+        raise UsageError("--knee takes two speeds, the lower one first")
     try:
         what = scenario.load(args.scenario, trace_dir=args.traces, speed=args.speed)
         names = list(dict.fromkeys(args.policy or what.info.policies))
@@ -68,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     except (ScenarioError, UnknownPolicyError) as error:
         raise UsageError(str(error)) from None
     first = what.info.seed if args.seed is None else args.seed
+    if args.knee is not None:
+        return _knee(args, what, names, range(first, first + args.seeds))
     keep = args.html is not None or args.records is not None
     progress = _Progress(len(names) * args.seeds)
     try:
@@ -76,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             names,
             range(first, first + args.seeds),
             processes=args.processes,
-            keep_records=keep,
+            keep_records="first" if keep else "none",
             on_progress=progress,
         )
         progress.end(sum(one.events for one in done))
@@ -106,6 +121,36 @@ def run(args: argparse.Namespace) -> int:
     for one in done:
         if one.findings:
             print(f"{one.report.policy}, seed {one.report.seed}: {'; '.join(one.findings[:5])}", file=sys.stderr)
+    return 0
+
+
+def _knee(args: argparse.Namespace, what: "Scenario", policies: "Sequence[str]", seeds: "Sequence[int]") -> int:
+    import msgspec
+
+    from tokenfleet.simulator import experiment
+    from tokenfleet.simulator.errors import ScenarioError, SimulationError
+
+    low, high = args.knee
+    for policy in policies:
+
+        def say(speed: float, probes: "Sequence[Probe]", policy: str = policy) -> None:
+            seconds = " ".join(f"{one.ttft_ms_p95 / 1000:.2f}" for one in probes)
+            print(f"{policy}: speed {speed:g}, TTFT p95 {seconds} s", file=sys.stderr, flush=True)
+
+        try:
+            found = experiment.search(
+                what, policy, seeds, lowest=low, highest=high, processes=args.processes, on_speed=say
+            )
+        except ScenarioError as error:
+            raise UsageError(str(error)) from None
+        except SimulationError as error:
+            raise CommandError(str(error)) from None
+        if args.json:
+            print(msgspec.json.encode(found).decode(), flush=True)
+        else:
+            stable = f"below {low:g}" if found.stable is None else f"{found.stable:g}"
+            knee = f"above {high:g}" if found.knee is None else f"{found.knee:g}"
+            print(f"{policy}: stable load {stable}, knee {knee} (× the scenario's speed)", flush=True)
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing.queues import Queue as ProcessQueue
 from queue import Empty
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,6 +20,7 @@ from tokenfleet.replay.records import Record
 from tokenfleet.replay.report import Result, RunReport
 from tokenfleet.simulator.policies import choose
 from tokenfleet.simulator.scenario import Scenario
+from tokenfleet.simulator.search import Found, Probe, Search, probe
 from tokenfleet.simulator.world import World
 
 #: two-sided 95% quantiles of Student's t by degrees of freedom (then the normal one's, to two digits right above 120)
@@ -122,10 +123,10 @@ def run_all(
     seeds: Sequence[int],
     *,
     processes: int | None = None,
-    keep_records: bool = False,
+    keep_records: Literal["none", "first", "all"] = "none",
     on_progress: OnProgress | None = None,
 ) -> list[Done]:
-    """Every policy with every seed, in the order policy by policy; records are kept of the first seed only.
+    """Every policy with every seed, in the order policy by policy; records of no, the first or every seed are kept.
 
     Raises what `make` raises, also when it happened in another process.
     """
@@ -133,15 +134,16 @@ def run_all(
     for policy in policies:
         choose(policy)  # a wrong name fails before anything runs
     workers = min(len(tasks), processes or os.cpu_count() or 1)
+
+    def keeps(task: Task) -> bool:
+        return keep_records == "all" or (keep_records == "first" and task.seed == seeds[0])
+
     if workers == 1:
-        return [
-            make(scenario, task, keep_records=keep_records and task.seed == seeds[0], on_progress=on_progress)
-            for task in tasks
-        ]
+        return [make(scenario, task, keep_records=keeps(task), on_progress=on_progress) for task in tasks]
     context = multiprocessing.get_context("spawn")
     queue: ProcessQueue[tuple[Task, int, int]] = context.Queue()
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(queue,)) as pool:
-        futures = [pool.submit(_work, scenario, task, keep_records and task.seed == seeds[0]) for task in tasks]
+        futures = [pool.submit(_work, scenario, task, keeps(task)) for task in tasks]
         open_: set[Future[Done]] = set(futures)
         while open_:
             done, open_ = wait(open_, timeout=0.5, return_when=FIRST_COMPLETED)
@@ -162,6 +164,35 @@ def _drain(queue: "ProcessQueue[tuple[Task, int, int]]", on_progress: OnProgress
             return
         if on_progress is not None:
             on_progress(*said)
+
+
+def search(
+    scenario: Scenario,
+    policy: str,
+    seeds: Sequence[int],
+    *,
+    lowest: float,
+    highest: float,
+    processes: int | None = None,
+    on_speed: Callable[[float, Sequence[Probe]], None] | None = None,
+) -> Found:
+    """Stable load and knee of a policy on a scenario; speeds are multiples of the scenario's own.
+
+    Raises what `make` raises.
+    """
+
+    def at(speed: float) -> list[Probe]:
+        faster = scenario.faster(speed)
+        done = run_all(faster, [policy], seeds, processes=processes, keep_records="all")
+        probes = []
+        for one in done:
+            begin_ms = faster.info.warmup_s * 1000.0
+            probes.append(probe(one.records, begin_ms, begin_ms + one.report.duration_s * 1000.0))
+        if on_speed is not None:
+            on_speed(speed, probes)
+        return probes
+
+    return Search(at, lowest=lowest, highest=highest).find(policy)
 
 
 # ---------------------------------------------------------------------------------------------- over seeds

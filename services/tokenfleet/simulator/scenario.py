@@ -189,6 +189,24 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """Site of the services that stand for the whole fleet."""
         return self.bus.hub or next(name for name, site in self.fleet.sites.items() if site.entry)
 
+    def faster(self, factor: float) -> "Scenario":
+        """The same scenario with arrivals so many times as fast; durations of traces shrink with it."""
+        sources = tuple(
+            msgspec.structs.replace(one, rate_per_s=one.rate_per_s * factor)
+            if trace is None
+            else msgspec.structs.replace(one, speed=one.speed * factor)
+            for one, trace in zip(self.sources, self.traces, strict=True)
+        )
+        traces = tuple(
+            None
+            if trace is None
+            else msgspec.structs.replace(
+                trace, rows=tuple(msgspec.structs.replace(row, t_s=row.t_s / factor) for row in trace.rows)
+            )
+            for trace in self.traces
+        )
+        return msgspec.structs.replace(self, sources=sources, traces=traces)
+
 
 def packaged() -> list[str]:
     """Names of the scenarios that are part of the package."""
@@ -198,8 +216,8 @@ def packaged() -> list[str]:
 def load(name: str, *, trace_dir: Path | None = None, speed: float | None = None) -> Scenario:
     """Read a scenario by path, or a packaged one by name, with its traces. Raises `ScenarioError`.
 
-    Traces are looked for beside the file, then in `trace_dir`, then in `$TOKENFLEET_SHARED/traces`. `speed` replaces
-    every source's own speed (and the generated workload's rate is multiplied by it).
+    Traces are looked for beside the file, then in `trace_dir`, then in `$TOKENFLEET_SHARED/traces`. `speed` multiplies
+    every source's own speed (see `Scenario.faster`).
     """
     path = Path(name)
     try:
@@ -233,7 +251,7 @@ def parse(
     findings = _findings(raw, fleet)
     if findings:
         raise ScenarioError(source, findings)
-    sources = tuple(_faster(one, speed) for one in raw.workload)
+    sources = raw.workload
     try:
         traces = tuple(
             None
@@ -243,7 +261,7 @@ def parse(
         )
     except ReplayError as error:
         raise ScenarioError(source, [str(error)]) from None
-    return Scenario(
+    made = Scenario(
         info=raw.scenario,
         fleet=fleet,
         sources=sources,
@@ -254,14 +272,7 @@ def parse(
         gateways=raw.gateways,
         faults=raw.faults,
     )
-
-
-def _faster(source: Source, speed: float | None) -> Source:
-    if speed is None:
-        return source
-    if source.trace == "builtin":
-        return msgspec.structs.replace(source, rate_per_s=source.rate_per_s * speed)
-    return msgspec.structs.replace(source, speed=speed)
+    return made if speed is None else made.faster(speed)
 
 
 def _fleet(raw: _File, source: str, base: Path | None) -> Fleet:

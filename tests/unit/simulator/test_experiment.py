@@ -38,7 +38,7 @@ def test_jain() -> None:
 def test_the_warm_up_loads_the_fleet_and_is_not_counted() -> None:
     """Requests that meet an idle fleet with a cold cache would flatter or punish whoever came first."""
     scenario = parse(SMALL)
-    (one,) = run_all(scenario, ["tokenfleet"], [3], processes=1, keep_records=True)
+    (one,) = run_all(scenario, ["tokenfleet"], [3], processes=1, keep_records="first")
     assert one.report.duration_s == 5
     assert one.report.overall.offered == len(one.records)
     assert min(record.planned_ms for record in one.records) >= 1000
