@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.metadata
+import logging
 import os
 import pkgutil
 import sys
@@ -46,6 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    # a verb says in one line what went wrong; the libraries' words on the way there are for services, which log
+    logging.getLogger("tokenfleet").addHandler(logging.NullHandler())
     args = build_parser().parse_args(argv)
     verb = importlib.import_module(f"tokenfleet.cli.{args.verb}")
     try:

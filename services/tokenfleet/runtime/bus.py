@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,14 +18,13 @@ import msgspec
 import nats
 import nats.errors
 import nats.js.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from tokenfleet.runtime.clock import Clock
+from tokenfleet.runtime.direct import DirectClient
 from tokenfleet.runtime.settings import Settings
 from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas import codec
@@ -37,6 +37,8 @@ log = logging.getLogger("tokenfleet.bus")
 #: idle heartbeat of readers, and the silence after which one is created anew
 HEARTBEAT_S = 0.5
 SILENCE_S = 1.6
+#: how long the outbox waits for an acknowledgement
+ACK_S = 2.0
 _SECOND_NS = 1_000_000_000
 
 
@@ -65,9 +67,11 @@ class Bus:
 
     def __init__(self, settings: Settings, clock: Clock, name: str) -> None:
         self.settings = settings
+        #: where to, for people: without what a URL says of user and password
+        self.address = re.sub(r"//[^@/]*@", "//", settings.nats_url)
         self.clock = clock
         self.name = re.sub(r"[^A-Za-z0-9_-]", "-", name)
-        self.nc = Client()
+        self.nc = DirectClient()
         self.js: JetStreamContext = self.nc.jetstream(timeout=5)
         self.outbox = Outbox(self)
         self.connected = False
@@ -75,7 +79,8 @@ class Bus:
         self.connections = 0
         self._readers: set[Reader] = set()
         self._reconnected: list[Callable[[], None]] = []
-        self._queue: list[tuple[str, bytes, str]] = []
+        #: plain messages that could not be written at once
+        self._queue: list[tuple[str, bytes, str, str]] = []
         self._queued = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         #: plain messages dropped because the connection broke before they were written
@@ -98,15 +103,15 @@ class Bus:
                 raise BusError(f"NATS refused user {user!r}") from None
             except (OSError, nats.errors.Error, TimeoutError) as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise BusDown(f"no NATS at {self.settings.nats_url}: {error or type(error).__name__}") from None
-                log.info("waiting for NATS", extra={"url": self.settings.nats_url})
+                    raise BusDown(f"no NATS at {self.address}: {str(error) or 'no answer'}") from None
+                log.info("waiting for NATS", extra={"url": self.address})
                 await asyncio.sleep(0.3)
-                self.nc = Client()
+                self.nc = DirectClient()
                 self.js = self.nc.jetstream(timeout=5)
         self.connected = True
         self.connections += 1
         self.spawn(self._pump())
-        self.outbox.start()
+        await self.outbox.start()
 
     async def _connect_once(self, options: dict[str, Any]) -> None:
         user = self.settings.nats_user
@@ -160,7 +165,7 @@ class Bus:
 
     async def _on_disconnected(self) -> None:
         if self.connected:
-            log.warning("NATS connection lost", extra={"url": self.settings.nats_url})
+            log.warning("NATS connection lost", extra={"url": self.address})
         self.connected = False
         self.dropped += len(self._queue)
         self._queue.clear()
@@ -168,7 +173,7 @@ class Bus:
     async def _on_reconnected(self) -> None:
         self.connected = True
         self.connections += 1
-        log.info("NATS connection back", extra={"url": self.settings.nats_url})
+        log.info("NATS connection back", extra={"url": self.address})
         for reader in self._readers:
             reader.restart()
         for callback in self._reconnected:
@@ -233,8 +238,13 @@ class Bus:
         """Publish plainly: its stream captures it, nobody waits. Raises `BusDown` when not connected."""
         if not self.connected:
             raise BusDown("not connected to NATS")
-        self._queue.append((subject_of(event), codec.encode(event), event.id))
-        self._queued.set()
+        self.write(subject_of(event), codec.encode(event), event.id)
+
+    def write(self, subject: str, data: bytes, message_id: str, reply: str = "") -> None:
+        """Write one message now, or, where the socket does not take it, as soon as it does; in order."""
+        if self._queue or not self.nc.say(subject, data, message_id, reply):
+            self._queue.append((subject, data, message_id, reply))
+            self._queued.set()
 
     async def publish_acked(self, event: Event, *, timeout_s: float = 2.0) -> int:
         """Publish and wait for the stream's acknowledgement; its sequence. Raises `BusError`, `BusDown`."""
@@ -250,7 +260,7 @@ class Bus:
         return ack.seq
 
     async def _pump(self) -> None:
-        """Write queued plain messages in order, many per wake-up."""
+        """Write what could not be written at once, in order."""
         while True:
             await self._queued.wait()
             self._queued.clear()
@@ -258,9 +268,9 @@ class Bus:
 
     async def _write_out(self) -> None:
         batch, self._queue = self._queue, []
-        for subject, data, message_id in batch:
+        for subject, data, message_id, reply in batch:
             try:
-                await self.nc.publish(subject, data, headers={"Nats-Msg-Id": message_id})
+                await self.nc.publish(subject, data, reply=reply, headers={"Nats-Msg-Id": message_id})
             except nats.errors.Error as error:
                 self.dropped += 1
                 log.warning("publish failed", extra={"subject": subject, "error": repr(error)})
@@ -351,7 +361,9 @@ class Reader:
         self._consumer = ""
         self._subscription: Subscription | None = None
         self._offset_ms = 0.0
-        self._heard = asyncio.Event()
+        #: event loop's time of the last sign of the consumer
+        self._heard_s = 0.0
+        self._time_s = asyncio.get_running_loop().time
         self._restart = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -366,7 +378,6 @@ class Reader:
         """Create the consumer anew at the next turn (after a reconnection)."""
         self.caught_up.clear()
         self._restart.set()
-        self._heard.set()
 
     async def stop(self) -> None:
         """Stop reading; the server forgets the consumer by itself."""
@@ -409,24 +420,36 @@ class Reader:
             pause_s = 0.1
             if not created.done():
                 created.set_result(None)
-            while not self._restart.is_set():
-                self._heard.clear()
-                try:
-                    # not `wait_for`: before Python 3.12 it swallows a cancellation that meets a message
-                    async with asyncio.timeout(SILENCE_S):
-                        await self._heard.wait()
-                except TimeoutError:
-                    if self._bus.connected:
-                        log.warning("reader is silent", extra={"stream": self.stream, "filter": self.filter})
-                        self.caught_up.clear()
-                        break
+            await self._silent_or_restarted()
             self.resets += 1
+
+    async def _silent_or_restarted(self) -> None:
+        """Return when the consumer has to be created anew. Messages only leave a time: no task wakes for each."""
+        self._heard_s = self._time_s()
+        while not self._restart.is_set():
+            left_s = self._heard_s + SILENCE_S - self._time_s()
+            if left_s <= 0:
+                # a stall of our own process lets timers fire before what waits in the socket is read
+                await asyncio.sleep(0.05)
+                if self._heard_s + SILENCE_S > self._time_s():
+                    continue
+                if self._bus.connected:
+                    log.warning("reader is silent", extra={"stream": self.stream, "filter": self.filter})
+                    self.caught_up.clear()
+                    return
+                left_s = SILENCE_S
+            try:
+                # not `wait_for`: before Python 3.12 it swallows a cancellation that meets a message
+                async with asyncio.timeout(left_s):
+                    await self._restart.wait()
+            except TimeoutError:
+                pass  # heard in the meantime, or looked at above
 
     async def _unsubscribe(self) -> None:
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             try:
-                await subscription.unsubscribe()
+                await self._bus.nc.leave(subscription)
             except nats.errors.Error as error:
                 log.debug("unsubscribe", extra={"error": repr(error)})
 
@@ -472,9 +495,7 @@ class Reader:
             config |= {"deliver_policy": "by_start_time", "opt_start_time": start}
         self._expected = 1
         self._consumer = name
-        self._subscription = await bus.nc.subscribe(
-            inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
-        )
+        self._subscription = await bus.nc.listen(inbox, self._take)
         answer = await self._api(
             f"$JS.API.CONSUMER.CREATE.{self.stream}.{name}.{self.filter}",
             {"stream_name": self.stream, "config": config, "action": "create"},
@@ -491,15 +512,14 @@ class Reader:
             raise BusError(f"{self.stream}: {answer['error'].get('description', answer['error'])}")
         return answer
 
-    async def _on_message(self, message: Msg) -> None:
-        self._heard.set()
-        headers = message.headers
-        if headers is not None and not message.data and "Status" in headers:
-            await self._on_control(message, headers)
+    def _take(self, subject: str, reply: str, data: bytes, status: dict[str, str] | None) -> None:
+        self._heard_s = self._time_s()
+        if status is not None:
+            self._on_control(reply, status)
             return
         # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time ns>.<pending>, with domain
         # and account hash after $JS.ACK (and a random token behind) where there are more than nine tokens
-        tokens = message.reply.split(".")
+        tokens = reply.split(".")
         at = 2 if len(tokens) == 9 else 4
         if tokens[at + 1] != self._consumer:
             return  # of a consumer that was given up
@@ -516,25 +536,20 @@ class Reader:
         self.sequence = sequence
         stored_ms = int(tokens[at + 5]) / 1e6 + self._offset_ms
         last = pending == "0"
-        self._handler(
-            Captured(subject=message.subject, data=message.data, sequence=sequence, stored_ms=stored_ms, last=last)
-        )
+        self._handler(Captured(subject=subject, data=data, sequence=sequence, stored_ms=stored_ms, last=last))
         if last and not self.caught_up.is_set():
             self.caught_up.set()
 
-    async def _on_control(self, message: Msg, headers: dict[str, str]) -> None:
+    def _on_control(self, reply: str, headers: dict[str, str]) -> None:
         """Heartbeats tell the last sequence sent (a lost tail shows); flow control wants an empty answer."""
         if headers["Status"] != "100":
             log.warning("reader ended by the server", extra={"stream": self.stream, "status": dict(headers)})
             self.restart()
             return
         stalled = headers.get("Nats-Consumer-Stalled")
-        answer_to = message.reply or stalled
-        if answer_to:
-            try:
-                await self._bus.nc.publish(answer_to, b"")
-            except nats.errors.Error as error:
-                log.debug("flow control", extra={"error": repr(error)})
+        answer_to = reply or stalled
+        if answer_to and self._bus.connected:
+            self._bus.spawn(self._answer(answer_to))
         last = headers.get("Nats-Last-Consumer")
         if last is not None and self._consumer:
             if int(last) >= self._expected:
@@ -542,6 +557,12 @@ class Reader:
                 self.restart()
             elif not self.caught_up.is_set() and int(last) >= self.backlog:
                 self.caught_up.set()
+
+    async def _answer(self, subject: str) -> None:
+        try:
+            await self._bus.nc.publish(subject, b"")
+        except nats.errors.Error as error:
+            log.debug("flow control", extra={"error": repr(error)})
 
 
 def _unix_ms(stamp: str) -> float:
@@ -555,17 +576,38 @@ def _seconds_before(stamp: str, seconds: float) -> str:
     return (value - timedelta(seconds=seconds)).isoformat()
 
 
+class _Sent(msgspec.Struct):
+    """A fact of the outbox on its way."""
+
+    event: Event
+    #: event loop's time after which no acknowledgement is awaited
+    until_s: float
+
+
 class Outbox:
-    """Facts that must not be lost: kept in memory and published until their stream acknowledged them."""
+    """Facts that must not be lost: kept in memory and published until their stream acknowledged them.
+
+    Acknowledgements come to one inbox, numbered; one task looks at what is late. (A request of nats-py each would cost
+    more than the rest of a fact's way.)
+    """
 
     def __init__(self, bus: Bus, *, in_flight_max: int = 64) -> None:
         self._bus = bus
         self._waiting: dict[str, Event] = {}
+        #: number → what was sent under it
+        self._sent: dict[int, _Sent] = {}
         self._in_flight: set[str] = set()
+        #: event → (not before, pause then) after it failed
+        self._paused: dict[str, tuple[float, float]] = {}
+        #: events that nobody has tried to send yet, in order
+        self._fresh: deque[str] = deque()
+        self._number = 0
+        self._inbox = ""
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
         self._in_flight_max = in_flight_max
+        self._time_s: Callable[[], float] = lambda: 0.0
         self.acknowledged = 0
         self.retried = 0
 
@@ -578,44 +620,87 @@ class Outbox:
         """Take responsibility for an event; a repeated id is the same event."""
         self._waiting[event.id] = event
         self._empty.clear()
+        self._fresh.append(event.id)
+        self._fill()
         self._wake.set()
 
     async def drained(self) -> None:
         """Wait until everything is acknowledged."""
         await self._empty.wait()
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin to publish; called by the bus once it is connected."""
+        self._time_s = asyncio.get_running_loop().time
+        self._inbox = self._bus.nc.new_inbox()
+        await self._bus.nc.listen(f"{self._inbox}.*", self._on_answer)
+        self._bus.on_reconnected(self._again)
         self._bus.spawn(self._run())
+        self._fill()
+
+    def _fill(self) -> None:
+        """Send what was not tried yet, as far as it may be in flight."""
+        while self._fresh and self._inbox and self._bus.connected and len(self._sent) < self._in_flight_max:
+            self._send(self._fresh.popleft())
+
+    def _send(self, key: str) -> None:
+        event = self._waiting.get(key)
+        if event is None or key in self._in_flight:
+            return
+        self._number += 1
+        self._sent[self._number] = _Sent(event, self._time_s() + ACK_S)
+        self._in_flight.add(key)
+        self._bus.write(subject_of(event), codec.encode(event), event.id, f"{self._inbox}.{self._number}")
+
+    def _on_answer(self, subject: str, _reply: str, data: bytes, status: dict[str, str] | None) -> None:
+        sent = self._sent.pop(int(subject.rpartition(".")[2]), None)
+        if sent is None:
+            return  # its answer was too late, and it was sent again
+        event = sent.event
+        if status is not None or b'"error"' in data:
+            self._failed(event, f"{status or data[:200]!r}")
+            return
+        self._in_flight.discard(event.id)
+        self._paused.pop(event.id, None)
+        if self._waiting.get(event.id) is event:
+            del self._waiting[event.id]
+        elif event.id in self._waiting:
+            self._fresh.append(event.id)  # put anew while it was on its way
+        self.acknowledged += 1
+        self._fill()
+        if not self._waiting:
+            self._empty.set()
+
+    def _failed(self, event: Event, why: str) -> None:
+        """Try again after a pause that grows."""
+        self.retried += 1
+        self._in_flight.discard(event.id)
+        _, pause_s = self._paused.get(event.id, (0.0, 0.1))
+        self._paused[event.id] = (self._time_s() + pause_s, min(2.0, pause_s * 2))
+        log.debug("outbox retries", extra={"event": event.id, "error": why, "pending": self.pending})
+
+    def _again(self) -> None:
+        """The connection is new: answers to what was sent before it went may never come."""
+        for number in list(self._sent):
+            sent = self._sent.pop(number)
+            self._in_flight.discard(sent.event.id)
+            self._fresh.append(sent.event.id)
+        self._fill()
 
     async def _run(self) -> None:
+        """Look after what is late, as long as something waits."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for key, event in list(self._waiting.items()):
-                if len(self._in_flight) >= self._in_flight_max:
-                    break
-                if key not in self._in_flight:
-                    self._in_flight.add(key)
-                    self._bus.spawn(self._send(key, event))
-
-    async def _send(self, key: str, event: Event) -> None:
-        pause_s = 0.1
-        try:
-            while True:
-                try:
-                    await self._bus.publish_acked(event)
-                    break
-                except BusError as error:
-                    self.retried += 1
-                    log.debug("outbox retries", extra={"event": key, "error": str(error), "pending": self.pending})
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2.0, pause_s * 2)
-            if self._waiting.get(key) is event:
-                del self._waiting[key]
-            self.acknowledged += 1
-        finally:
-            self._in_flight.discard(key)
-            self._wake.set()
-            if not self._waiting:
-                self._empty.set()
+            while self._waiting:
+                await asyncio.sleep(0.1)
+                now_s = self._time_s()
+                for number in [number for number, sent in self._sent.items() if sent.until_s <= now_s]:
+                    self._failed(self._sent.pop(number).event, "not acknowledged")
+                if not self._bus.connected:
+                    continue
+                for key in [key for key, (at_s, _) in self._paused.items() if at_s <= now_s]:
+                    if key not in self._waiting:
+                        del self._paused[key]
+                    elif len(self._sent) < self._in_flight_max:
+                        self._send(key)
+                self._fill()
