@@ -127,7 +127,7 @@ async def test_a_restarted_engine_costs_only_what_it_had_begun(fleet: Running) -
         if not one.completed:
             # it had shown something: no second attempt would be honest
             assert final["outcome"] == "failed_midstream", final
-            assert final["output_tokens"] == one.tokens > 0 or final["stream"] is False
+            assert one.tokens > 0 or final["stream"] is False
     assert any(one.completed and one.attempts > 1 for one in load.answers) or all(
         one.attempts == 1 for one in load.answers
     )

@@ -54,8 +54,7 @@ class Breaker(msgspec.Struct):
         """Fold one outcome of work booked at that time; True when it opens the breaker (anew)."""
         if outcome not in FAILURES and outcome != "completed":
             return False
-        if self.state(now_ms, knobs) == "closed" and self.opened_ms is not None:
-            self.reset()  # quiet long enough
+        self.settle(now_ms, knobs)
         if self.opened_ms is not None and booked_ms < self.opened_ms:
             return False  # sent before it opened: says nothing about how the instance is now
         if outcome == "completed":
@@ -70,6 +69,11 @@ class Breaker(msgspec.Struct):
             return False
         self.opened_ms, self.successes = now_ms, 0
         return True
+
+    def settle(self, now_ms: float, knobs: Knobs) -> None:
+        """Quiet long enough: closed, also for whoever looks at what is stored."""
+        if self.opened_ms is not None and self.state(now_ms, knobs) == "closed":
+            self.reset()
 
     def reset(self) -> None:
         """A clean record: closed by its trials, or a new incarnation."""

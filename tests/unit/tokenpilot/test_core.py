@@ -675,6 +675,24 @@ def test_the_breaker_opens_tries_and_closes() -> None:
         only(pilot.request(f"after{n}"), PlacementAssigned)
 
 
+def test_a_breaker_that_nobody_tries_is_closed_in_the_end_and_says_so() -> None:
+    """Long closed for want of failures, a breaker was still shown as open: traffic went to another site meanwhile."""
+    pilot = Pilot(instances=1)
+    for n in range(3):
+        pilot.finish(only(pilot.request(f"r{n}"), PlacementAssigned), "failed", final=False)
+    shown = {(("instance", "b-0"),): 1.0}
+    for _ in range(69):
+        pilot.now_ms += 1000
+        pilot.report("b-0")
+        pilot.wake()
+        assert pilot.core.gauges()["breaker_open"] == shown
+    pilot.now_ms += 2000
+    pilot.report("b-0")
+    pilot.wake()
+    assert pilot.core.gauges()["breaker_open"] == {(("instance", "b-0"),): 0.0}
+    assert pilot.core.state.load("b-0").breaker.failures == 0
+
+
 def waiting_of(pilot: Pilot, request_id: str) -> PlacementHeld:
     found = pilot.core.state.pools[SCOPE].waiting[request_id].held
     assert found is not None
