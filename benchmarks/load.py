@@ -2,7 +2,8 @@
 
 Decides when requests leave: open loop at given times (nobody waits for an answer before sending on), or closed loop
 with so many clients. A bare `asyncio.Protocol` with kept connections: what the driver costs must not show in what it
-measures. (uvloop's own clock counts in whole milliseconds, hence `perf_counter`.) Its own lateness is measured and handed out with the results.
+measures. Its own lateness is measured and handed out with the results. (uvloop's clock counts in whole milliseconds,
+hence `perf_counter`.)
 """
 
 import asyncio
