@@ -343,10 +343,11 @@ async def _send(
                 close("completed")
             else:
                 close("failed", "cut_stream", "stream_ended_early")
+    except (aiohttp.ClientError, ConnectionError) as error:
+        # Before TimeoutError: a connection that could not be made in time is one of both.
+        close("failed", "connection", type(error).__name__)
     except TimeoutError:
         close("cancelled", "client_timeout", "cancelled")
-    except (aiohttp.ClientError, ConnectionError) as error:
-        close("failed", "connection", type(error).__name__)
     except msgspec.DecodeError as error:
         close("failed", "bad_chunk", type(error).__name__)
     except asyncio.CancelledError:

@@ -177,7 +177,7 @@ STREAMS: tuple[Stream, ...] = (
 )
 
 #: requests per second that load the reference fleet beyond what it can keep its promises for
-RATE_PER_S = 16.0
+RATE_PER_S = 17.0
 DURATION_S = 60.0
 
 
