@@ -135,7 +135,12 @@ class Reader:
     def script(self, text: str) -> str:
         """The block with the variables of earlier ones; `make` is only resolved."""
         text = re.sub(r"(?m)^make (?!-)", "make -n ", text)
-        return f"set -a\n. {self.state}\nset -euo pipefail\n{text}\nset +euo pipefail\nexport -p > {self.state}\n"
+        keep = f"declare -p | grep -v '^declare -[a-zA-Z]*r' > {self.state}"
+        return f"{self._before()}{text}\nset +euo pipefail\n{keep}\n"
+
+    def _before(self) -> str:
+        # exported or not, as the reader's own shell would have them
+        return f". {self.state} 2>/dev/null\nset -euo pipefail\n"
 
     def run(self, text: str, place: str) -> str:
         """Run it to its end; what it printed."""
@@ -187,9 +192,8 @@ class Reader:
             self._kill(process)
 
     def _start(self, text: str) -> "subprocess.Popen[str]":
-        script = f"set -a\n. {self.state}\nset -euo pipefail\n{text}\n"
         return subprocess.Popen(
-            ["bash", "-c", script],
+            ["bash", "-c", f"{self._before()}{text}\n"],
             cwd=self.cwd, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
         )  # fmt: skip
