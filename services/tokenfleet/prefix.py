@@ -14,6 +14,7 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 #: tokens per digest
@@ -53,6 +54,7 @@ def cache_salt(secret: str, tenant: str, share: bool = False) -> str:
     return b64encode(_derive(secret, b"tf.salt", tenant, share, "", 18), altchars=b"-_").decode()
 
 
+@lru_cache(maxsize=4096)
 def _derive(secret: str, purpose: bytes, tenant: str, share: bool, adapter: str, size: int) -> bytes:
     if not secret:
         raise PrefixError("the fleet has no secret: prefix digests and cache salts would be guessable")

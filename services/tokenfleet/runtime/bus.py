@@ -83,6 +83,7 @@ class Bus:
         self._queue: list[tuple[str, bytes, str, str]] = []
         self._queued = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._buckets: dict[str, KeyValue] = {}
         #: plain messages dropped because the connection broke before they were written
         self.dropped = 0
 
@@ -230,7 +231,10 @@ class Bus:
 
     async def bucket(self, name: str) -> KeyValue:
         """A KV bucket that `provision` made."""
-        return await self.js.key_value(name)
+        found = self._buckets.get(name)
+        if found is None:
+            found = self._buckets[name] = await self.js.key_value(name)
+        return found
 
     # --- publishing -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ lives through them at that time: the state is the one it would have, had it been
 import asyncio
 import logging
 import re
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,9 @@ from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET
 log = logging.getLogger("tokenfleet.runner")
 
 CHECKPOINT_S = 10.0
+#: a large state is kept less often: its making takes at most one part in so many of the time, but not later than this
+CHECKPOINT_SHARE = 500.0
+CHECKPOINT_MAX_S = 30.0
 #: a checkpoint above this is not kept (NATS' max_payload in our configuration is 8 MiB)
 CHECKPOINT_BYTES_MAX = 4 * 1024 * 1024
 Gauges = dict[str, dict[tuple[tuple[str, str], ...], float]]
@@ -104,6 +108,8 @@ class Runner:
         self._wake_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._counters: dict[str, prometheus_client.Counter] = {}
+        #: (name, label, value, …) → its counter: finding it once saves most of what counting costs
+        self._counted: dict[tuple[str, ...], prometheus_client.Counter] = {}
         self._changed = False
         self._key = re.sub(r"[^A-Za-z0-9._=-]", "-", f"{service.name}.{service.settings.site or '_'}")
         registry = service.metrics
@@ -282,15 +288,19 @@ class Runner:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def _note(self, note: Note) -> None:
-        counter = self._counters.get(note.name)
-        if counter is None:
-            counter = self._counters[note.name] = prometheus_client.Counter(
-                f"tokenfleet_{note.name}",
-                f"Notes of kind {note.name}",
-                sorted(note.labels),
-                registry=self.service.metrics,
-            )
-        (counter.labels(**note.labels) if note.labels else counter).inc()
+        key = (note.name, *note.labels, *note.labels.values())
+        counted = self._counted.get(key)
+        if counted is None:
+            counter = self._counters.get(note.name)
+            if counter is None:
+                counter = self._counters[note.name] = prometheus_client.Counter(
+                    f"tokenfleet_{note.name}",
+                    f"Notes of kind {note.name}",
+                    sorted(note.labels),
+                    registry=self.service.metrics,
+                )
+            counted = self._counted[key] = counter.labels(**note.labels) if note.labels else counter
+        counted.inc()
         if note.level != "debug":
             level = getattr(logging, note.level.upper())
             self.service.log.log(level, note.name, extra={**note.labels, **note.detail})
@@ -353,26 +363,34 @@ class Runner:
         return found
 
     async def _save_checkpoints(self) -> None:
+        pause_s = CHECKPOINT_S
         while True:
-            await asyncio.sleep(CHECKPOINT_S)
+            await asyncio.sleep(pause_s)
+            pause_s = CHECKPOINT_S
             if self._changed and self._live and self.service.bus.connected:
                 self._changed = False
-                await self._save_checkpoint()
+                took_s = await self._save_checkpoint()
+                pause_s = min(CHECKPOINT_MAX_S, max(CHECKPOINT_S, took_s * CHECKPOINT_SHARE))
 
-    async def _save_checkpoint(self) -> None:
+    async def _save_checkpoint(self) -> float:
+        """Keep the fold as it is now; the seconds that making it took."""
         core = self.core
         assert isinstance(core, Checkpointed)
+        began_s = time.perf_counter()
         state = core.snapshot()
         read = {key: (reader.stream_created, reader.sequence) for key, reader in self._readers.items()}
-        data = zlib.compress(msgspec.msgpack.encode(_Checkpoint(state, read)), 1)
+        # in a thread: the loop must not stand still for it
+        data = await asyncio.to_thread(zlib.compress, msgspec.msgpack.encode(_Checkpoint(state, read)), 1)
+        took_s = time.perf_counter() - began_s
         if len(data) > CHECKPOINT_BYTES_MAX:
             log.warning("checkpoint too large to keep", extra={"bytes": len(data)})
-            return
+            return took_s
         try:
             bucket = await self.service.bus.bucket(CHECKPOINTS_BUCKET)
             await bucket.put(self._key, data)
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.warning("checkpoint not written", extra={"error": repr(error)})
+        return took_s
 
 
 class _Sampled(prometheus_client.registry.Collector):
