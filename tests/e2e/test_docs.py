@@ -18,6 +18,8 @@ A comment before a block says what it needs:
 - `<!-- test: docker -->`: run in a copy of the repository by `make test-compose`, where a Docker engine answers.
 """
 
+import ast
+import json
 import os
 import re
 import shutil
@@ -375,3 +377,45 @@ def test_the_example_of_a_real_engine_is_right() -> None:
     lines = re.sub(r"(?m)^# ", "", example[1])
     fleet = fleets.parse(text.replace(example[0], lines).encode())
     assert fleet.sites["c"].instances["c-doc-1"].credential == "c-doc"
+
+
+# ── metrics ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+METRICS = ROOT / "docs" / "metrics.md"
+#: what a core notes becomes a counter of this name (`runtime.runner`); a gateway's notes share one counter
+NOTING = ("accountant", "fleetmind", "siteagent", "slomax", "tokenpilot")
+
+
+def _documented() -> set[str]:
+    """Names of Prometheus metrics in tables of docs/metrics.md."""
+    cells = re.findall(r"(?m)^\| (`(?:tokenfleet|process)_[^|]*) \|", METRICS.read_text(encoding="utf-8"))
+    return {name for cell in cells for name in re.findall(r"`((?:tokenfleet|process)_\w+)", cell)}
+
+
+def _noted() -> set[str]:
+    """Counters that appear when something happens for the first time."""
+    names = set[str]()
+    for service in NOTING:
+        tree = ast.parse((ROOT / "services" / "tokenfleet" / service / "core.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Note":
+                name = node.args[0]
+                assert isinstance(name, ast.Constant), f"{service}: line {node.lineno}: a note without a fixed name"
+                names.add(f"tokenfleet_{name.value!s}_total")
+    return names
+
+
+def test_every_metric_is_documented(fleet: LocalFleet) -> None:
+    """A dashboard showed a metric that had been renamed, and an alert on it never fired."""
+    ready = json.loads((fleet.home / "ready.json").read_text())
+    seen = set[str]()
+    for url in ready["metrics"].values():
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            seen |= set(re.findall(r"(?m)^# TYPE (\w+) ", answer.read().decode()))
+    # the client library adds the time at which each counter began
+    seen = {name for name in seen if not name.endswith("_created")}
+    documented = _documented()
+    assert seen | _noted() == documented
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    families = documented | {f"{name}_{part}" for name in documented for part in ("bucket", "sum", "count")}
+    assert set(re.findall(r"tokenfleet_[a-z_]+(?![a-z_]*[(|\\])", text)) - {"tokenfleet_"} <= families
