@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from tests.e2e.running import Running, running
 
+from tokenfleet.local.ports import free_ports
+
 
 @pytest.fixture(scope="session")
 def whole_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The running fleet, warmed up: every engine has answered, and what its processes hold then is their baseline."""
-    with running(tmp_path_factory.mktemp("fleet") / "state") as found:
+    # a port of its own: another fleet on this machine would take the usual one while our gateway is dead
+    with running(tmp_path_factory.mktemp("fleet") / "state", "--port", str(free_ports(1)[0])) as found:
         with asyncio.Runner() as runner:
             runner.run(_warm_up(found))
         yield found

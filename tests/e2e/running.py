@@ -122,6 +122,8 @@ class Running:
         self._ready_file = ready_file
         self.keys: dict[str, str] = json.loads((data_dir / "keys.json").read_text())
         self.baseline: dict[str, Weight] = {}
+        #: counters of `NEVER` that a test raised on purpose
+        self.forgiven: dict[str, float] = {}
 
     @property
     def ready(self) -> dict[str, Any]:
@@ -345,7 +347,7 @@ class Running:
             await eventually(settled, within_s=within_s, what="everything open")
         except AssertionError:
             raise AssertionError(f"still open after everything ended: {last}") from None
-        assert await self.never_things() == {}
+        assert await self.never_things() == self.forgiven
         grown: list[str] = []
 
         async def light() -> bool:
