@@ -45,13 +45,13 @@ def test_two_policies_on_one_fleet_and_a_verdict(tmp_path: Path) -> None:
     """Both runs offer the same requests, the second one really goes round robin, residency holds in both, and the exit
     code is the verdict's. Whether the margin is reached is for the full length to show, not for these few seconds."""
     process = demo(
-        tmp_path, "--duration", "10", "--rate", "20", "--drain", "15", "--json", "--records", str(tmp_path / "records")
+        tmp_path, "--duration", "6", "--rate", "20", "--drain", "10", "--json", "--records", str(tmp_path / "records")
     )
     out, err = process.communicate(timeout=270)
     assert process.returncode in (0, 1), err
     ours, baseline = (json.loads(line) for line in out.splitlines())
     assert (ours["policy"], baseline["policy"]) == ("tokenfleet", "round-robin")
-    assert ours["overall"]["offered"] == baseline["overall"]["offered"] > 150
+    assert ours["overall"]["offered"] == baseline["overall"]["offered"] > 80
     for report in (ours, baseline):
         overall = report["overall"]
         ended = sum(overall[k] for k in ("completed", "refused", "cancelled", "failed", "unfinished"))

@@ -63,7 +63,7 @@ def make(*records: Record, duration_s: float = 10.0) -> report.RunReport:
 )  # fmt: skip
 def test_the_verdict(kept: bool, fields: dict[str, object]) -> None:
     """One late token decides whether a request counts: every edge of that is spelled out."""
-    one = record(**fields)
+    one = record(0, **fields)
     assert report.complies(one, CLASSES[one.cls]) is kept
 
 
