@@ -49,6 +49,8 @@ DOCUMENTS = sorted(
 )
 START_S = 150.0
 COMMAND_S = 150.0
+#: a command that builds the image
+BUILD_S = 1200.0
 
 _FENCE = re.compile(r"^```(\w*)$")
 _DIRECTIVE = re.compile(r"^<!-- test: ([\w-]+) -->$")
@@ -128,9 +130,12 @@ class LocalFleet:
 class Reader:
     """Somebody who works through one document in one shell."""
 
-    def __init__(self, environment: dict[str, str], state: Path, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, environment: dict[str, str], state: Path, cwd: Path = ROOT, *, patience_s: float = COMMAND_S
+    ) -> None:
         self.environment = environment
         self.state = state
+        self.patience_s = patience_s
         self.cwd = cwd
         state.write_text("")
 
@@ -152,11 +157,11 @@ class Reader:
             start_new_session=True,
         )  # fmt: skip
         try:
-            out, _ = process.communicate(timeout=COMMAND_S)
+            out, _ = process.communicate(timeout=self.patience_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, _ = process.communicate()
-            pytest.fail(f"{place}: not done after {COMMAND_S:.0f} s:\n{text}\n---\n{out[-3000:]}")
+            pytest.fail(f"{place}: not done after {self.patience_s:.0f} s:\n{text}\n---\n{out[-3000:]}")
         assert process.returncode == 0, f"{place}: exit code {process.returncode}:\n{text}\n---\n{out[-3000:]}"
         return out
 
@@ -275,6 +280,10 @@ def test_every_command_works_as_pasted(fleet: LocalFleet, tmp_path: Path, docume
             fleet.start()
 
 
+def _has_image(name: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.compose
 @pytest.mark.timeout(1800)
 def test_every_docker_command_works_as_pasted(tmp_path: Path) -> None:
@@ -288,14 +297,16 @@ def test_every_docker_command_works_as_pasted(tmp_path: Path) -> None:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     api, nats = free_ports(2)
+    postgres = next((i for i in ("postgres:18", "postgres:17") if _has_image(i)), "postgres:18")
     environment = {
+        "POSTGRES_IMAGE": postgres,
         **os.environ,
         "COMPOSE_PROJECT_NAME": f"tokenfleet-docs-{os.getpid()}",
         "TF_API_PORT": str(api),
         "TF_NATS_PORT": str(nats),
         "TF_METRICS_PREFIX": next(str(p // 100) for p in free_ports(50) if p % 100 < 50),
     }
-    reader = Reader(environment, tmp_path / "shell", copy)
+    reader = Reader(environment, tmp_path / "shell", copy, patience_s=BUILD_S)
     try:
         for document in EXECUTED:
             for block in blocks(document):
