@@ -47,7 +47,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="arrivals, lengths and prompts (default 1)")
     parser.add_argument("--duration", type=float, metavar="S", help="seconds of arrivals per run (default 60)")
     parser.add_argument("--rate", type=float, metavar="R", help="requests per second (default: an overload)")
-    parser.add_argument("--drain", type=float, default=45.0, metavar="S", help="wait after the last arrival")
+    parser.add_argument("--drain", type=float, default=40.0, metavar="S", help="wait after the last arrival")
     parser.add_argument("--html", type=Path, default=Path("demo-report.html"), metavar="FILE", help="the page")
     parser.add_argument("--records", type=Path, metavar="DIR", help="keep every request's record here, a file per run")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
