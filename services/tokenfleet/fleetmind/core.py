@@ -534,8 +534,15 @@ class FleetMind:
         if at_ms < INFINITY:
             heappush(self._timers, (at_ms, request_id))
 
+    def _is_over(self, at_ms: float, request_id: str) -> bool:
+        """Nothing is due then any more: most hops are answered long before, and nobody need wake for them."""
+        road = self.state.roads.get(request_id)
+        return road is None or road.watch_until_ms != at_ms
+
     def _effects(self, now_ms: float) -> list[Effect]:
         out, self._out = self._out, []
+        while self._timers and self._is_over(*self._timers[0]):
+            heappop(self._timers)
         wishes = [self._timers[0][0]] if self._timers else []
         quiet = self.state.presence.next_ms()
         if quiet < INFINITY:

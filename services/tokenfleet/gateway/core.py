@@ -72,7 +72,14 @@ class Gateway:
     @property
     def next_wake_ms(self) -> float:
         """When `wake` is due."""
-        return self._timers[0][0] if self._timers else float("inf")
+        timers = self._timers
+        while timers:
+            at_ms, _, request_id, step = timers[0]
+            one = self.requests.get(request_id)
+            if one is not None and (step < 0 or step == one.step):
+                return at_ms
+            heapq.heappop(timers)  # its request is further on: most timers end so, and nobody need wake for them
+        return float("inf")
 
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
         """Another fleet file holds from now on; what is placed stays placed."""
@@ -249,8 +256,7 @@ class Gateway:
                     yield from self._out_of_patience(one, now_ms)
             elif step == one.step:
                 yield from self._overdue(one, now_ms)
-        if timers:
-            yield WakeAt(timers[0][0])
+        yield self._wake_at()
 
     # --- events ------------------------------------------------------------------------------------------------
 

@@ -297,14 +297,11 @@ class Gatekeeper:
             self.log.log(getattr(logging, note.level.upper()), note.name, extra={**note.labels, **note.detail})
 
     def _arm(self, at_ms: float) -> None:
-        if at_ms == self._timer_at_ms and self._timer is not None:
-            return
+        if at_ms >= self._timer_at_ms:
+            return  # the earlier timer looks on; to set each anew costs more than a look in vain
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         self._timer_at_ms = at_ms
-        if at_ms == float("inf"):
-            return
         delay_s = max(0.0, (at_ms - self.now_ms()) / 1000)
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 

@@ -799,8 +799,17 @@ class SLOMax:
         if at_ms < INFINITY:
             heappush(self._timers, (at_ms, kind, request_id))
 
+    def _is_over(self, at_ms: float, kind: str, request_id: str) -> bool:
+        """Nothing is due then any more: most hops are answered long before, and nobody need wake for them."""
+        if kind == "hop":
+            one = self.state.open.get(request_id)
+            return one is None or one.watch_until_ms != at_ms
+        return kind == "patience" and request_id not in self.state.where
+
     def _effects(self, now_ms: float) -> list[Effect]:
         out, self._out = self._out, []
+        while self._timers and self._is_over(*self._timers[0]):
+            heappop(self._timers)
         wishes = [self._timers[0][0]] if self._timers else []
         quiet = self.state.presence.next_ms()
         if quiet < INFINITY:
