@@ -38,7 +38,7 @@ def _back_soon(load: Load, moment_s: float) -> None:
     back_s = load.first_after(moment_s)
     assert back_s is not None
     print(f"a request sent after the kill was answered {back_s:.2f} s after it")
-    assert back_s < patience(BACK_S)
+    assert back_s < min(patience(BACK_S), 2 * BACK_S)
 
 
 @pytest.mark.parametrize(
