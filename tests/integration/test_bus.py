@@ -8,6 +8,7 @@ import pytest
 
 from tokenfleet.effects import Effect, Publish, WakeAt
 from tokenfleet.local.nats import NatsServer
+from tokenfleet.runtime import direct
 from tokenfleet.runtime.bus import Bus, BusDown
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.ownership import Lease
@@ -130,6 +131,21 @@ async def test_poison_on_a_stream_is_skipped_and_counted(bus: Bus) -> None:
     await bus.publish_acked(withdrawn(7))
     await until(lambda: bool(seen))
     assert (seen, reader.undecodable) == (["w7"], 2)
+
+
+async def test_with_another_nats_py_the_public_ways_do(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgraded client library without the inner parts that the short way leans on costs time, not messages."""
+    monkeypatch.setattr(direct, "DIRECT", False)
+    async with connected(bus.settings.nats_url, "other") as other:
+        seen: list[int] = []
+        await other.read(PLACEMENT, lambda e, _now: seen.append(e.revision), stream="TF_PLACEMENT", since_s=0)  # type: ignore[attr-defined]
+        for number in range(20):
+            other.publish(withdrawn(number))
+        await other.publish_acked(withdrawn(20))
+        other.outbox.put(withdrawn(21))
+        await asyncio.wait_for(other.outbox.drained(), 5)
+        await until(lambda: len(seen) >= 22)
+        assert seen == list(range(22))
 
 
 async def test_readers_and_outbox_survive_a_killed_server(nats_server: NatsServer) -> None:

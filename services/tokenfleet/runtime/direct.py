@@ -1,14 +1,15 @@
 """nats-py's client without its queues between the socket and the reader, and between the speaker and the socket.
 
-As nats-py has it, a message that arrives wakes the read loop, which wakes the subscription's task, which calls back;
-one that leaves wakes the flusher's task. On a road of six short hops that is most of what a hop costs. Here a
-subscription may take its messages in the read loop itself, and a message is written when it is said (uvloop gathers a
-turn's writes into one system call).
+As nats-py has it, bytes that arrive wake the read loop, which wakes the subscription's task, which calls back; a
+message that leaves wakes the flusher's task. On a road of six short hops that is most of what a hop costs. Here a
+subscription may take its messages from the bytes as they come, and a message is written when it is said.
 
-Decides nothing about messages. Leans on inner parts of nats-py (`Client._process_msg`, `_transport`); where another
-version of it has others, `DIRECT` is false and its public ways are used.
+Decides nothing about messages. Whatever is not a whole message of such a subscription goes nats-py's own way. Leans on
+inner parts of nats-py (`_process_msg`, `_read_loop`, `_ps`, `_transport`); where another version of it has others,
+`DIRECT` is false and its public ways are used.
 """
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 log = logging.getLogger("tokenfleet.bus")
 
@@ -26,6 +28,7 @@ Take = Callable[[str, str, bytes, dict[str, str] | None], None]
 
 #: bytes that may wait in the socket's buffer before a speaker is told to wait
 _BUFFER_BYTES = 1024 * 1024
+_MESSAGES = (b"HMSG ", b"MSG ")
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
 
@@ -34,7 +37,10 @@ def _supported() -> bool:
     return (
         inspect.iscoroutinefunction(process)
         and list(inspect.signature(process).parameters) == _PARAMETERS
-        and all(hasattr(Client(), name) for name in ("_subs", "_transport", "_max_payload"))
+        and inspect.iscoroutinefunction(getattr(Client, "_read_loop", None))
+        and all(hasattr(Client(), name) for name in ("_subs", "_transport", "_max_payload", "_ps"))
+        and hasattr(Parser(), "buf")
+        and hasattr(Parser(), "state")
     )
 
 
@@ -47,7 +53,8 @@ class DirectClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._takers: dict[int, Take] = {}
+        #: subscription's number as the server writes it → who takes its messages
+        self._takers: dict[bytes, Take] = {}
 
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Subscribe; every message is handed to `take`, without limit on what waits."""
@@ -59,12 +66,12 @@ class DirectClient(Client):
 
         subscription = await self.subscribe(subject, cb=on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
         if DIRECT:
-            self._takers[subscription._id] = take
+            self._takers[b"%d" % subscription._id] = take
         return subscription
 
     async def leave(self, subscription: Subscription) -> None:
         """Unsubscribe; raises `nats.errors.Error` when the connection is closed."""
-        self._takers.pop(subscription._id, None)
+        self._takers.pop(b"%d" % subscription._id, None)
         await subscription.unsubscribe()
 
     def say(self, subject: str, data: bytes, message_id: str, reply: str = "") -> bool:
@@ -88,10 +95,13 @@ class DirectClient(Client):
         return True
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        take = self._takers.get(sid)
+        take = self._takers.get(b"%d" % sid)
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]  # None is meant
-            return
+        else:
+            self._hand(take, subject, reply, data, headers)
+
+    def _hand(self, take: Take, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         status = read_status(headers) if headers and not data else None
@@ -99,6 +109,53 @@ class DirectClient(Client):
             take(subject.decode(), reply.decode(), data, status)
         except Exception:
             log.exception("a message was not taken", extra={"subject": subject.decode()})
+
+    async def _read_loop(self) -> None:
+        transport = self._transport
+        if DIRECT and type(transport) is TcpTransport and transport._io_reader is not None:
+            self._tap(transport._io_reader)
+        await super()._read_loop()
+
+    def _tap(self, reader: asyncio.StreamReader) -> None:
+        """Look at bytes before the reader gets them."""
+        feed, parser = reader.feed_data, self._ps
+
+        def tapped(data: bytes) -> None:
+            # not while anything before these bytes still waits for nats-py
+            if parser.buf or parser.state != AWAITING_CONTROL_LINE or reader._buffer:  # type: ignore[attr-defined]
+                feed(data)
+                return
+            end = self._taken(data)
+            if end < len(data):
+                feed(data[end:] if end else data)
+
+        reader.feed_data = tapped  # type: ignore[method-assign,assignment]  # of this one reader
+
+    def _taken(self, data: bytes) -> int:
+        """Hand out the whole messages at the front that somebody takes; returns where the rest begins."""
+        at, size = 0, len(data)
+        while data.startswith(_MESSAGES, at):
+            line = data.find(b"\r\n", at)
+            if line < 0:
+                break
+            # MSG subject sid [reply] bytes | HMSG subject sid [reply] header-bytes bytes
+            words = data[at:line].split()
+            take = self._takers.get(words[2])
+            if take is None:
+                break
+            begin, end = line + 2, line + 2 + int(words[-1])
+            if end + 2 > size:
+                break
+            if words[0] == b"HMSG":
+                body = begin + int(words[-2])
+                headers: bytes | None = data[begin:body]
+                reply = words[3] if len(words) == 6 else b""
+            else:
+                body, headers = begin, None
+                reply = words[3] if len(words) == 5 else b""
+            self._hand(take, words[1], reply, data[body:end], headers)
+            at = end + 2
+        return at
 
 
 def read_status(headers: bytes) -> dict[str, str] | None:

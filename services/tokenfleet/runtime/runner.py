@@ -11,13 +11,13 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import nats.errors
 import nats.js.errors
 import prometheus_client
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from tokenfleet.effects import Core, Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet
@@ -107,22 +107,19 @@ class Runner:
         self._now_ms = 0.0
         self._wake_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._counters: dict[str, prometheus_client.Counter] = {}
-        #: (name, label, value, …) → its counter: finding it once saves most of what counting costs
-        self._counted: dict[tuple[str, ...], prometheus_client.Counter] = {}
+        #: name → its notes by labels, in the order of the first one's labels
+        self._noted: dict[str, _Counts] = {}
         self._changed = False
         self._key = re.sub(r"[^A-Za-z0-9._=-]", "-", f"{service.name}.{service.settings.site or '_'}")
         registry = service.metrics
         self._errors = prometheus_client.Counter(
             "tokenfleet_core_errors", "Messages on which the core failed; skipped", ["message"], registry=registry
         )
-        self._handled = prometheus_client.Counter(
-            "tokenfleet_messages_handled", "Messages folded", ["message"], registry=registry
-        )
+        self._handled = _Counts("messages_handled", "Messages folded", ("message",))
+        registry.register(self._handled)
         self._undelivered = prometheus_client.Counter(
             "tokenfleet_publish_failed", "Plain messages that could not be published", registry=registry
         )
-        self._handled_by: dict[type[Event], Any] = {}
         if hasattr(core, "gauges"):
             registry.register(_Sampled(core.gauges))
 
@@ -226,10 +223,7 @@ class Runner:
 
     def _handle(self, event: Event, now_ms: float) -> None:
         kind = type(event)
-        counter = self._handled_by.get(kind)
-        if counter is None:
-            counter = self._handled_by[kind] = self._handled.labels(kind.__name__)
-        counter.inc()
+        self._handled.add((kind.__name__,))
         self._changed = True
         try:
             effects = self.core.handle(event, now_ms)
@@ -288,19 +282,11 @@ class Runner:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
 
     def _note(self, note: Note) -> None:
-        key = (note.name, *note.labels, *note.labels.values())
-        counted = self._counted.get(key)
-        if counted is None:
-            counter = self._counters.get(note.name)
-            if counter is None:
-                counter = self._counters[note.name] = prometheus_client.Counter(
-                    f"tokenfleet_{note.name}",
-                    f"Notes of kind {note.name}",
-                    sorted(note.labels),
-                    registry=self.service.metrics,
-                )
-            counted = self._counted[key] = counter.labels(**note.labels) if note.labels else counter
-        counted.inc()
+        counts = self._noted.get(note.name)
+        if counts is None:
+            counts = self._noted[note.name] = _Counts(note.name, f"Notes of kind {note.name}", tuple(note.labels))
+            self.service.metrics.register(counts)
+        counts.add(tuple([note.labels[label] for label in counts.labels]))
         if note.level != "debug":
             level = getattr(logging, note.level.upper())
             self.service.log.log(level, note.name, extra={**note.labels, **note.detail})
@@ -391,6 +377,25 @@ class Runner:
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.warning("checkpoint not written", extra={"error": repr(error)})
         return took_s
+
+
+class _Counts(prometheus_client.registry.Collector):
+    """A counter for one thread: adding is a dictionary's addition, which a message passes often."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        self._name, self._text, self.labels = name, text, labels
+        self._values: dict[tuple[str, ...], int] = {}
+
+    def add(self, values: tuple[str, ...]) -> None:
+        """One more with these labels' values."""
+        self._values[values] = self._values.get(values, 0) + 1
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The family."""
+        family = CounterMetricFamily(f"tokenfleet_{self._name}", self._text, labels=self.labels)
+        for values, count in self._values.items():
+            family.add_metric(values, count)
+        yield family
 
 
 class _Sampled(prometheus_client.registry.Collector):
