@@ -270,14 +270,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
 def test_every_command_works_as_pasted(fleet: LocalFleet, tmp_path: Path, document: str) -> None:
     """An option was renamed, and the page that an operator opens at night showed the old one."""
     reader = Reader(fleet.environment, tmp_path / "shell")
+    stopped = False
     for block in blocks(document):
         if block.directive == "docker":
             continue
-        if block.directive == "stopped":
-            fleet.stop()
+        if stopped != (block.directive == "stopped"):
+            stopped = not stopped
+            if stopped:
+                fleet.stop()
+            else:
+                fleet.start()
         reader.work_through(block)
-        if block.directive == "stopped":
-            fleet.start()
+    if stopped:
+        fleet.start()
 
 
 def _has_image(name: str) -> bool:
@@ -416,6 +421,7 @@ def _noted() -> set[str]:
     return names
 
 
+@pytest.mark.timeout(300)
 def test_every_metric_is_documented(fleet: LocalFleet) -> None:
     """A dashboard showed a metric that had been renamed, and an alert on it never fired."""
     ready = json.loads((fleet.home / "ready.json").read_text())
