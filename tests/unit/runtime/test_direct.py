@@ -49,13 +49,9 @@ def test_whole_messages_are_handed_out_in_order() -> None:
 
 def test_everything_from_the_first_foreign_or_unfinished_byte_on_is_left() -> None:
     """PING, another subscription, half a message: nats-py must see them, and what follows them, in order."""
-    for rest in (
-        b"PING\r\n" + hmsg(7, b"later"),
-        b"MSG tf.y 8 3\r\ntwo\r\n",
-        hmsg(7, b"whole")[:-1],
-        b"HMSG tf.x 7",
-        b"+OK\r\n",
-    ):
+    half = hmsg(7, b"whole")[:-1]
+    ping = b"PING\r\n" + hmsg(7, b"later")
+    for rest in (ping, b"MSG tf.y 8 3\r\ntwo\r\n", half, b"HMSG tf.x 7", b"+OK\r\n"):
         heard: Heard = []
         first = hmsg(7, b"one")
         assert client(heard)._taken(first + rest) == len(first)
