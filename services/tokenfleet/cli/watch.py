@@ -249,9 +249,9 @@ def _credentials(url: str) -> dict[str, str]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise UsageError(f"--nats: {error}") from None
+        raise UsageError(f"--nats or TOKENFLEET_NATS_URL: {error}") from None
     if parts.scheme not in ("nats", "tls") or not parts.hostname:
-        raise UsageError("--nats: expected nats://[user:password@]host:port")
+        raise UsageError("--nats or TOKENFLEET_NATS_URL: expected nats://[user:password@]host:port")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     found = {"nats_url": urlunsplit((parts.scheme, f"{host}:{port or 4222}", "", "", ""))}
     if parts.username:
