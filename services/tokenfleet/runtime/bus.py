@@ -84,8 +84,7 @@ class Bus:
         self._queued = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, KeyValue] = {}
-        #: plain messages dropped because the connection broke before they were written
-        self.dropped = 0
+        self._dropped = 0
 
     # --- connection -----------------------------------------------------------------------------------------
 
@@ -149,6 +148,7 @@ class Bus:
                 break
             await asyncio.sleep(0.01)
         if self.connected:
+            self.nc.write_said()
             try:
                 await self.nc.flush(timeout=1)
             except (nats.errors.Error, TimeoutError) as error:
@@ -168,7 +168,7 @@ class Bus:
         if self.connected:
             log.warning("NATS connection lost", extra={"url": self.address})
         self.connected = False
-        self.dropped += len(self._queue)
+        self._dropped += len(self._queue)
         self._queue.clear()
 
     async def _on_reconnected(self) -> None:
@@ -238,6 +238,11 @@ class Bus:
 
     # --- publishing -----------------------------------------------------------------------------------------
 
+    @property
+    def dropped(self) -> int:
+        """Plain messages lost because the connection broke before they were written."""
+        return self._dropped + self.nc.lost
+
     def publish(self, event: Event) -> None:
         """Publish plainly: its stream captures it, nobody waits. Raises `BusDown` when not connected."""
         if not self.connected:
@@ -254,7 +259,8 @@ class Bus:
         """Publish and wait for the stream's acknowledgement; its sequence. Raises `BusError`, `BusDown`."""
         if not self.connected:
             raise BusDown("not connected to NATS")
-        await self._write_out()  # what was said before stays before
+        self.nc.write_said()  # what was said before stays before
+        await self._write_out()
         try:
             ack = await self.js.publish(
                 subject_of(event), codec.encode(event), timeout=timeout_s, headers={"Nats-Msg-Id": event.id}
@@ -276,7 +282,7 @@ class Bus:
             try:
                 await self.nc.publish(subject, data, reply=reply, headers={"Nats-Msg-Id": message_id})
             except nats.errors.Error as error:
-                self.dropped += 1
+                self._dropped += 1
                 log.warning("publish failed", extra={"subject": subject, "error": repr(error)})
 
     # --- reading --------------------------------------------------------------------------------------------

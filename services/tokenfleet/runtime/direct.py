@@ -2,7 +2,8 @@
 
 As nats-py has it, bytes that arrive wake the read loop, which wakes the subscription's task, which calls back; a
 message that leaves wakes the flusher's task. On a road of six short hops that is most of what a hop costs. Here a
-subscription may take its messages from the bytes as they come, and a message is written when it is said.
+subscription may take its messages from the bytes as they come, and what is said is written with one system call at
+the end of the loop's turn, or as soon as the messages that caused it are handled.
 
 Decides nothing about messages. Whatever is not a whole message of such a subscription goes nats-py's own way. Leans on
 inner parts of nats-py (`_process_msg`, `_read_loop`, `_ps`, `_transport`); where another version of it has others,
@@ -55,6 +56,11 @@ class DirectClient(Client):
         super().__init__()
         #: subscription's number as the server writes it → who takes its messages
         self._takers: dict[bytes, Take] = {}
+        #: said and not yet written
+        self._said: list[bytes] = []
+        self._taking = False
+        #: messages that were said and could not be written, because the connection broke meanwhile
+        self.lost = 0
 
     async def listen(self, subject: str, take: Take) -> Subscription:
         """Subscribe; every message is handed to `take`, without limit on what waits."""
@@ -75,7 +81,7 @@ class DirectClient(Client):
         await subscription.unsubscribe()
 
     def say(self, subject: str, data: bytes, message_id: str, reply: str = "") -> bool:
-        """Write one message at once; False if it cannot be done now: the caller says it by `publish`, which waits."""
+        """Write one message this turn; False if it cannot be done: the caller says it by `publish`, which waits."""
         transport = self._transport
         if not DIRECT or not self.is_connected or type(transport) is not TcpTransport:
             return False
@@ -89,10 +95,24 @@ class DirectClient(Client):
         if head.count(b"\n") != 3:
             return False
         line = f"HPUB {subject} {reply} {len(head)} {len(head) + len(data)}\r\n".encode()
-        socket.write(b"".join((line, head, data, b"\r\n")))
+        if not self._said and not self._taking:
+            asyncio.get_running_loop().call_soon(self.write_said)
+        self._said.append(b"".join((line, head, data, b"\r\n")))
         self.stats["out_msgs"] += 1
         self.stats["out_bytes"] += len(data)
         return True
+
+    def write_said(self) -> None:
+        """Write now what was said this turn."""
+        said, self._said = self._said, []
+        if not said:
+            return
+        transport = self._transport
+        writer = transport._io_writer if type(transport) is TcpTransport else None
+        if writer is None or not self.is_connected or writer.transport.is_closing():
+            self.lost += len(said)
+        else:
+            writer.transport.write(b"".join(said))
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         take = self._takers.get(b"%d" % sid)
@@ -125,7 +145,12 @@ class DirectClient(Client):
             if parser.buf or parser.state != AWAITING_CONTROL_LINE or reader._buffer:  # type: ignore[attr-defined]
                 feed(data)
                 return
-            end = self._taken(data)
+            self._taking = True
+            try:
+                end = self._taken(data)
+            finally:
+                self._taking = False
+            self.write_said()
             if end < len(data):
                 feed(data[end:] if end else data)
 
