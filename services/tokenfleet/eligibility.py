@@ -90,7 +90,9 @@ def instance_out(fleet: Fleet, heard: Heard, ask: Ask, now_ms: float, excluded: 
     report = heard.report
     site = fleet.sites.get(report.site)
     # An agent that reports under another site's name would carry data over a border: its word alone is not enough.
-    if fleet.instance_site(report.instance) not in (None, report.site):
+    # (Names are unique over the fleet, so one that its own site declares is declared nowhere else.)
+    declared_here = site is not None and report.instance in site.instances
+    if not declared_here and fleet.instance_site(report.instance) not in (None, report.site):
         return "declared_elsewhere"
     if site is None or report.zone != site.zone:
         return "zone_mismatch"
@@ -115,8 +117,8 @@ def ready_instances(
     fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()
 ) -> list[Heard]:
     """The instances of a site that can take this request now, in name order; says nothing about permission."""
-    found = sorted(view.instances(site).items())
-    return [heard for _, heard in found if not instance_out(fleet, heard, ask, now_ms, excluded)]
+    found = [item for item in view.instances(site).items() if item[1].report.model == ask.model]
+    return [heard for _, heard in sorted(found) if not instance_out(fleet, heard, ask, now_ms, excluded)]
 
 
 def site_out(fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()) -> str:
@@ -129,10 +131,12 @@ def site_out(fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: floa
         return denial
     best = "no_instance"
     for heard in view.instances(site).values():
+        if heard.report.model != ask.model:
+            continue
         why = instance_out(fleet, heard, ask, now_ms, excluded)
         if not why:
             return ""
-        if heard.report.model == ask.model and _INSTANCE_REASONS.index(why) > _INSTANCE_REASONS.index(best):
+        if _INSTANCE_REASONS.index(why) > _INSTANCE_REASONS.index(best):
             best = why
     return best
 

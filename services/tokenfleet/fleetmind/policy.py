@@ -72,18 +72,17 @@ def load_terms(fleet: Fleet, load: Load | None, ready: Sequence[Heard], now_ms: 
     """
     terms: dict[str, float] = {}
     reports = [heard.report for heard in ready]
-    declared = {name: instance for site in fleet.sites.values() for name, instance in site.instances.items()}
+    owns = [fleet.sites[report.site].instances.get(report.instance) for report in reports]
     ours = len(load.booked) + len(load.asked) if load is not None else 0
     sequences = 0
-    for report in reports:
-        own = declared.get(report.instance)
+    for report, own in zip(reports, owns, strict=True):
         sequences += report.max_sequences or (own.max_sequences if own is not None else 0)
     if sequences:
         reported = sum((report.running or 0) + (report.waiting or 0) for report in reports)
         terms["sequences"] = max(reported, ours) / sequences
     totals = [
-        report.kv_tokens_total or (declared[report.instance].kv_tokens if report.instance in declared else 0)
-        for report in reports
+        report.kv_tokens_total or (own.kv_tokens if own is not None else 0)
+        for report, own in zip(reports, owns, strict=True)
     ]
     if totals and all(totals):
         used = sum((report.kv_usage or 0.0) * total for report, total in zip(reports, totals, strict=True))
