@@ -44,7 +44,7 @@ def judge(
             points, f"the runs offered {ours.overall.offered} and {baseline.overall.offered} requests, not the same"
         )
     if late:
-        shown = ", ".join(f"{name} {'unknown' if lag is None else f'{lag:.0f} ms'}" for name, lag in late)
+        shown = ", ".join(f"{name} {'unknown' if lag is None else f'{lag:.1f} ms'}" for name, lag in late)
         return _void(
             points, f"the driver sent its own requests late (lag p99 {shown}; at most {lag_ms_p99_max:.0f} ms)"
         )
