@@ -279,6 +279,12 @@ async def _read_body(request: web.BaseRequest, limit: int) -> bytearray:
         request.writer.output_size = 0
     content = request.content
     body = bytearray()
+    if content.is_eof() and content.exception() is None:
+        # most bodies are here with their headers: no timer for them
+        body += content.read_nowait(-1)
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
     try:
         async with asyncio.timeout(_BODY_S):
             while data := await content.readany():

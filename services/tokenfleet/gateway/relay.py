@@ -529,6 +529,8 @@ def abort(exchange: Exchange) -> None:
 
 async def _trailer(content: aiohttp.StreamReader) -> None:
     """Read what is left of an answer that is over, so that its connection can be used again."""
+    if content.at_eof():
+        return
     try:
         async with asyncio.timeout(_TRAILER_S):
             while not content.at_eof():

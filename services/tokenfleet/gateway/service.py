@@ -426,6 +426,7 @@ class _Metrics:
             return prometheus_client.Counter(f"tokenfleet_gateway_{name}", text, labels, registry=registry)
 
         self._children: dict[tuple[object, ...], prometheus_client.Counter] = {}
+        self._ttft_of: dict[str, prometheus_client.Histogram] = {}
         self._requests = counter(
             "requests", "Requests by their final outcome", ("tenant", "service_class", "outcome", "status")
         )
@@ -464,7 +465,10 @@ class _Metrics:
 
     def started(self, event: OutcomeStarted) -> None:
         """A first token."""
-        self._ttft.labels(event.service_class).observe(event.ttft_ms / 1000)
+        found = self._ttft_of.get(event.service_class)
+        if found is None:
+            found = self._ttft_of[event.service_class] = self._ttft.labels(event.service_class)
+        found.observe(event.ttft_ms / 1000)
 
     def error(self, error: ApiError) -> None:
         """An error was answered; codes of refusals come from other services and are bounded here."""
