@@ -6,21 +6,35 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.e2e.running import Running, running
 
 from tokenfleet.local.ports import free_ports
 
+HERE = Path(__file__).parent
+_fleets = ExitStack()
+
 
 @pytest.fixture(scope="session")
 def whole_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """The running fleet, warmed up: every engine has answered, and what its processes hold then is their baseline."""
     # a port of its own: another fleet on this machine would take the usual one while our gateway is dead
-    with running(tmp_path_factory.mktemp("fleet") / "state", "--port", str(free_ports(1)[0])) as found:
-        with asyncio.Runner() as runner:
-            runner.run(_warm_up(found))
-        yield found
+    state = tmp_path_factory.mktemp("fleet") / "state"
+    found = _fleets.enter_context(running(state, "--port", str(free_ports(1)[0])))
+    with asyncio.Runner() as runner:
+        runner.run(_warm_up(found))
+    yield found
+    _fleets.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The fleet ends with the last test here: a session's fixture would cost all other tests its share of the CPU."""
+    if nextitem is None or HERE not in nextitem.path.parents:
+        _fleets.close()
 
 
 async def _warm_up(found: Running) -> None:

@@ -41,8 +41,8 @@ async def _clean_record(fleet: Running) -> None:
     ("kind", "what"),
     [
         ("refuse", {}),
-        ("refuse", {"status": 429}),
-        ("refuse", {"status": 500}),
+        pytest.param("refuse", {"status": 429}, marks=pytest.mark.soak),
+        pytest.param("refuse", {"status": 500}, marks=pytest.mark.soak),
         ("reset", {"n": 0}),
         ("error_first", {}),
     ],
@@ -150,6 +150,7 @@ async def test_a_hung_engine_keeps_nobody_else_waiting(fleet: Running) -> None:
     await _clean_record(fleet)
 
 
+@pytest.mark.soak
 async def test_a_stalled_engine_is_given_up_at_the_first_token_deadline(fleet: Running) -> None:
     """Accepted, headers sent, and then nothing: an attempt that waits for its first token ends and goes elsewhere."""
     async with fleet.faulty(["b-chat-1"], "stall"), fleet.session() as session:

@@ -41,10 +41,11 @@ def _back_soon(load: Load, moment_s: float) -> None:
     assert back_s < min(patience(BACK_S), 2 * BACK_S)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["slomax", "fleetmind", "tokenpilot-b", "siteagent-b", "tokenpilot-c", "siteagent-c", "tokenpilot-d", "accountant"],
-)
+#: the same again at other sites
+MORE = [pytest.param(name, marks=pytest.mark.soak) for name in ("tokenpilot-c", "siteagent-c", "tokenpilot-d")]
+
+
+@pytest.mark.parametrize("name", ["slomax", "fleetmind", "tokenpilot-b", "siteagent-b", "accountant", *MORE])
 async def test_a_killed_service_costs_no_request(fleet: Running, name: str) -> None:
     """A control plane whose part dies must not take requests with it: others stand in, the restarted one refolds."""
     async with Load(fleet, rate_per_s=4.0, tokens=25) as load:

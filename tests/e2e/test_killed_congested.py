@@ -50,7 +50,14 @@ def _kill(fleet: Running, name: str, number: signal.Signals = signal.SIGKILL) ->
 
 @pytest.mark.parametrize(
     "names",
-    [("slomax",), ("fleetmind",), ("tokenpilot-b",), ("tokenpilot-c",), ("slomax", "fleetmind", "tokenpilot-b")],
+    [
+        ("slomax",),
+        ("tokenpilot-b",),
+        ("slomax", "fleetmind", "tokenpilot-b"),
+        pytest.param(("fleetmind",), marks=pytest.mark.soak),
+        pytest.param(("tokenpilot-c",), marks=pytest.mark.soak),
+    ],
+    ids="+".join,
 )
 async def test_what_is_held_is_served_though_its_keeper_died(fleet: Running, names: tuple[str, ...]) -> None:
     """The queue is a fold of events: who comes back has it again, and meanwhile others let nobody wait for ever."""

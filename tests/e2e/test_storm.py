@@ -155,8 +155,8 @@ class Storm:
 
 @pytest.mark.timeout(400)
 async def test_a_short_storm(fleet: Running) -> None:
-    """Half a minute, another seed than the long ones."""
-    storm = Storm(fleet, 1, seconds=30)
+    """A quarter of a minute, another seed than the long ones."""
+    storm = Storm(fleet, 1, seconds=15)
     await storm.run()
     await storm.verdict()
 
