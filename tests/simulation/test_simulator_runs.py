@@ -160,7 +160,15 @@ def test_a_gateway_that_dies_leaves_no_bookings() -> None:
     "policy",
     [
         *("random", "least-requests", "power-of-two", "prefix-hash", "cache-aware", "llm-d", "affinity", "dynamo"),
-        *("mooncake", "lmetric", "j", "j+queue", "llm-d+queue/home-first/edf", "least-work/home-first/sjf"),
+        *(
+            "mooncake",
+            "lmetric",
+            "j",
+            "j+queue",
+            "llm-d+queue/home-first/edf",
+            "least-work/home-first/sjf",
+            "j+hold//priced-edf",
+        ),
     ],
 )
 def test_baselines_keep_the_same_promises(policy: str) -> None:

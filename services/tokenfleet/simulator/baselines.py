@@ -6,7 +6,8 @@ id, instance) for all of them: a fixed order would send every tie to the first i
 will generate.
 
 A rule alone dispatches at once and leaves the queue to the engine, as the systems do that it comes from; with `+queue`
-it has our holds and releases around it, so that placing and ordering can be told apart.
+it has our holds and releases around it, so that placing and ordering can be told apart; with `+hold` it moreover waits
+for the instance that it would choose if all had room.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,8 @@ _AFFINITY_HIT, _AFFINITY_GAP_S = 0.8, 18.0
 #: weights of J: the price of own compute, and of each request beside which it is computed
 _MU, _W = 5.0, 0.05
 _UNKNOWN_TPOT_MS = 20.0
+#: weight of own work against slack in `priced-edf`, and the slack of what has no deadline, ms
+_OWN_PRICE, _SLACK_MAX_MS = 10.0, 600_000.0
 
 
 def _backlog(c: Candidate) -> int:
@@ -189,6 +192,21 @@ class ImmediatePilot(TokenPilot):
             yield from self._hold(scope, pool, waiting, situation, candidates, now_ms)
 
 
+class HoldForBest:
+    """A picker for the live TokenPilot: the rule's best of all, and nothing while that one lacks room.
+
+    A request held for the instance where it belongs, and released to another one's room, is held again: spreading it
+    would cost a prefill that its own instance need not do (the hit-collapse loop: queue, spread, misses, queue).
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def __call__(self, situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None:
+        chosen = best(self.rule, situation, candidates)
+        return chosen if chosen is not None and not chosen.lacks else None
+
+
 class WithRoom:
     """A picker for the live TokenPilot: the rule's best among those that have room; none: it is held."""
 
@@ -206,7 +224,8 @@ def pilot(placement: str, fleet: Fleet, site: str, replica: str) -> TokenPilot:
     if rule is None:
         return TokenPilot(fleet, site, replica=replica)
     if queue:
-        return TokenPilot(fleet, site, replica=replica, scorer=least_work, picker=WithRoom(rule))
+        picker = HoldForBest(rule) if queue == "hold" else WithRoom(rule)
+        return TokenPilot(fleet, site, replica=replica, scorer=least_work, picker=picker)
     return ImmediatePilot(fleet, site, replica=replica, rule=rule)
 
 
@@ -234,9 +253,20 @@ def _feasible(held: Held, now_ms: float) -> tuple[float, ...]:
     return (1.0, held.own_ms) if late else (0.0, held.deadline_ms)
 
 
+def _priced(held: Held, now_ms: float) -> tuple[float, ...]:
+    """As `_feasible`, but ten times its own work is added to what is left of its time: short ones go before long ones.
+
+    Between shortest-first and earliest-deadline-first; between factors of 3 and 100 the result hardly differs.
+    """
+    if now_ms + 1.1 * held.own_ms > held.deadline_ms:
+        return (1.0, held.own_ms)
+    return (0.0, min(held.deadline_ms - now_ms, _SLACK_MAX_MS) + _OWN_PRICE * held.own_ms)
+
+
 ORDERS: dict[str, InOrder] = {
     "fcfs": InOrder(lambda held, _now_ms: (float(held.received_unix_ms),)),
     "edf": InOrder(lambda held, _now_ms: (held.deadline_ms,)),
     "sjf": InOrder(lambda held, _now_ms: (held.own_ms,)),
     "feasible-edf": InOrder(_feasible),
+    "priced-edf": InOrder(_priced),
 }

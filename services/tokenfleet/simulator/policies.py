@@ -2,8 +2,8 @@
 
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
 default of the policy `tokenfleet` (`least-work/home-first/pools`). A baseline's placement is that rule alone, with
-`+queue` the rule inside our holds and releases. Admission `fcfs`, `edf`, `sjf` and `feasible-edf` let everybody in and
-order what is held by that one rule.
+`+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions `fcfs`,
+`edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ NAMED: dict[str, str] = {
     "tokenfleet": "least-work/home-first/pools",
     "round-robin": "round-robin/round-robin/none",
     **{name: f"{name}/home-first/none" for name in RULES},
-    **{f"{name}+queue": f"{name}+queue/home-first/pools" for name in RULES},
+    **{f"{name}+{queue}": f"{name}+{queue}/home-first/pools" for name in RULES for queue in ("queue", "hold")},
 }
 
 
@@ -71,7 +71,9 @@ def choose(name: str) -> Choice:
     placement, sites, admission = (*parts, "", "")[:3]
     placement, sites, admission = placement or "least-work", sites or "home-first", admission or "pools"
     rule, plus, queue = placement.partition("+")
-    sound = rule in RULES and queue == ("queue" if plus else "") if rule not in LIVE_PLACEMENTS else not plus
+    sound = (
+        rule in RULES and queue in (("queue", "hold") if plus else ("",)) if rule not in LIVE_PLACEMENTS else not plus
+    )
     if not sound or sites not in SITES or admission not in ADMISSIONS:
         raise UnknownPolicyError(name, known())
     return Choice(name=name, placement=placement, sites=sites, admission=admission)

@@ -8,7 +8,7 @@ from tests.simulation.harness import Engine, report, small_fleet
 from tests.simulation.messages import make_ask, requested
 
 from tokenfleet.eligibility import Heard
-from tokenfleet.simulator.baselines import ORDERS, RULES, best
+from tokenfleet.simulator.baselines import ORDERS, RULES, HoldForBest, WithRoom, best
 from tokenfleet.simulator.policies import choose
 from tokenfleet.slomax.policy import Level
 from tokenfleet.slomax.state import Held, Pool
@@ -152,6 +152,7 @@ def test_orders() -> None:
         "edf": "late",
         "sjf": "short",
         "feasible-edf": "soon",
+        "priced-edf": "soon",
     }
     assert ORDERS["fcfs"](FLEET, pool, "b-0", Level(0, False, 9, 100_000), 0.0).reason == "nothing_fits"
 
@@ -163,3 +164,13 @@ def test_names() -> None:
     assert queued.applied(FLEET).policy.placement == "least-work"
     assert queued.applied(FLEET).policy.admission == "pools"
     assert ordered.applied(FLEET).policy.admission == "none"
+
+
+def test_holding_for_the_best_waits_where_a_queue_would_spread() -> None:
+    """The prompt's own instance is full: with `+queue` it goes where room is, with `+hold` it waits."""
+    situation, candidates = bench({"hit": 900}, {})
+    candidates[0].lacks = "kv_tokens"
+    spread, waits = WithRoom(RULES["j"])(situation, candidates), HoldForBest(RULES["j"])(situation, candidates)
+    assert spread is not None
+    assert spread.name == "b-1"
+    assert waits is None
