@@ -16,6 +16,11 @@ Where the numbers come from:
   KV ×1.95; `t_fix` 32 µs a layer and launch.
 - A100 and L40S rows without a measurement: `a` scaled by dense BF16 peak (989 / 312 / 362 TFLOP/s), `t_w` and `k` by
   memory bandwidth (3.35 / 2.04 / 0.864 TB/s), from the vendors' data sheets.
+- H200 rows: the H100's compute; `t_w` and `k` by memory bandwidth (4.8 TB/s), `kv_tokens` by its 141 GB.
+- 32B on A100: `c` scaled as the 8B's measured pair, the rest as above.
+- 480B (a mixture of experts, 35B active, 62 layers, 96 heads, 8 of them KV; FP8 weights): the same formulas, all experts
+  read in a step; `c` is an estimate, 25% of the peak, because grouped matrix products and the all-reduce over eight
+  GPUs cost more than a dense model's. No measurement behind it: scale it before trusting a result.
 - `kv_tokens`: memory arithmetic, 90% of the memory less weights and 6 GB of activations; approximate.
 
 Trust the ranking of two profiles, not the absolute times.
@@ -133,6 +138,51 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=4.1,
             k_ns_per_kv_token=79.0,
             kv_tokens=418_000,
+        ),
+        Profile(
+            name="32b-a100x2",
+            t_fix_ms=2.2,
+            t_w_ms=21.3,
+            c_us_per_token=172.0,
+            a_ns_per_pair=5.1,
+            k_ns_per_kv_token=99.0,
+            kv_tokens=300_000,
+        ),
+        Profile(
+            name="8b-h200",
+            t_fix_ms=1.2,
+            t_w_ms=4.5,
+            c_us_per_token=22.0,
+            a_ns_per_pair=1.06,
+            k_ns_per_kv_token=53.0,
+            kv_tokens=800_000,
+        ),
+        Profile(
+            name="32b-h200x2",
+            t_fix_ms=2.2,
+            t_w_ms=9.1,
+            c_us_per_token=57.0,
+            a_ns_per_pair=1.6,
+            k_ns_per_kv_token=42.0,
+            kv_tokens=718_000,
+        ),
+        Profile(
+            name="70b-h200x4",
+            t_fix_ms=2.7,
+            t_w_ms=10.0,
+            c_us_per_token=63.0,
+            a_ns_per_pair=1.3,
+            k_ns_per_kv_token=33.5,
+            kv_tokens=1_088_000,
+        ),
+        Profile(
+            name="480b-h200x8",
+            t_fix_ms=2.0,
+            t_w_ms=17.0,
+            c_us_per_token=35.0,
+            a_ns_per_pair=0.77,
+            k_ns_per_kv_token=12.9,
+            kv_tokens=2_030_000,
         ),
         Profile(
             name="8b-l40s",

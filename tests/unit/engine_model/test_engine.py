@@ -415,3 +415,23 @@ def test_a_run_is_one_plan_until_somebody_arrives() -> None:
     assert run.end_ms == 60
     assert engine.finish_step(60) == []
     engine.check()
+
+
+def test_profiles_rank_as_their_hardware_does() -> None:
+    """A slip in one constant would make an older accelerator the faster one, and every plan with it wrong."""
+
+    def prefill_ms(name: str) -> float:
+        p = profile(name)
+        return p.t_fix_ms + max(p.t_w_ms, p.c_us_per_token * p.token_budget * 1e-3)
+
+    def decode_ms(name: str) -> float:
+        p = profile(name)
+        return p.t_fix_ms + p.t_w_ms + p.k_ns_per_kv_token * 32 * 4000 * 1e-6
+
+    for size in ("8b-{}", "32b-{}x2", "70b-{}x4"):
+        a100, h100, h200 = (size.format(gpu) for gpu in ("a100", "h100", "h200"))
+        assert prefill_ms(a100) > prefill_ms(h100) == prefill_ms(h200)
+        assert decode_ms(a100) > decode_ms(h100) > decode_ms(h200)
+        assert profile(h200).kv_tokens > profile(h100).kv_tokens
+    assert decode_ms("8b-l40s") > decode_ms("8b-a100")
+    assert profile("480b-h200x8").t_w_ms > profile("70b-h200x4").t_w_ms
