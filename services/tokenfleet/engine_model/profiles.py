@@ -18,9 +18,9 @@ Where the numbers come from:
   memory bandwidth (3.35 / 2.04 / 0.864 TB/s), from the vendors' data sheets.
 - H200 rows: the H100's compute; `t_w` and `k` by memory bandwidth (4.8 TB/s), `kv_tokens` by its 141 GB.
 - 32B on A100: `c` scaled as the 8B's measured pair, the rest as above.
-- 480B (a mixture of experts, 35B active, 62 layers, 96 heads, 8 of them KV; FP8 weights): the same formulas, all experts
-  read in a step; `c` is an estimate, 25% of the peak, because grouped matrix products and the all-reduce over eight
-  GPUs cost more than a dense model's. No measurement behind it: scale it before trusting a result.
+- 480B (a mixture of experts, 35B active, 62 layers, 96 heads, 8 of them KV; FP8 weights): the same formulas, all
+  experts read in a step; `c` is an estimate, 25% of the peak, because grouped matrix products and the all-reduce over
+  eight GPUs cost more than a dense model's. No measurement behind it: scale it before trusting a result.
 - `kv_tokens`: memory arithmetic, 90% of the memory less weights and 6 GB of activations; approximate.
 
 Trust the ranking of two profiles, not the absolute times.

@@ -218,7 +218,7 @@ def test_profiles_scale_and_take_limits() -> None:
     assert (fast.t_w_ms, fast.api_delay_ms, fast.kv_tokens) == (7.15, 7.8, 418_000)
     limited = base.limited(token_budget=512, kv_tokens=0)
     assert (limited.token_budget, limited.kv_tokens) == (512, 418_000)
-    with pytest.raises(UnknownProfileError, match="known: 32b-h100x2"):
+    with pytest.raises(UnknownProfileError, match="known: 32b-a100x2, 32b-h100x2"):
         profile("9000b-toaster")
 
 
