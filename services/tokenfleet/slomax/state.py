@@ -6,6 +6,7 @@ tombstone.
 """
 
 from bisect import bisect_left, insort
+from itertools import takewhile
 
 import msgspec
 
@@ -250,7 +251,6 @@ class State(msgspec.Struct):
 
     def sweep(self, now_ms: float) -> None:
         """Forget tombstones that have served their time; they were added in order of time, near enough."""
-        for request_id, until_ms in list(self.closed.items()):
-            if until_ms > now_ms:
-                break
+        # tens of thousands: no copy of them
+        for request_id in list(takewhile(lambda one: self.closed[one] <= now_ms, self.closed)):
             del self.closed[request_id]
