@@ -85,6 +85,10 @@ class Bus:
         self._tasks: set[asyncio.Task[None]] = set()
         self._buckets: dict[str, KeyValue] = {}
         self._dropped = 0
+        #: this process's clock minus the server's, measured once per connection: one value for all readers, so that
+        #: the order of times is the server's own
+        self.server_offset_ms = 0.0
+        self._offset_of = 0
 
     # --- connection -----------------------------------------------------------------------------------------
 
@@ -156,6 +160,12 @@ class Bus:
         await cancel_and_wait(self._tasks)
         self.connected = False  # so that this end is not taken for a lost connection
         await self.nc.close()
+
+    def measure_offset(self, server_time: str) -> None:
+        """Compare the clocks, from a time that the server has just written."""
+        if self._offset_of != self.connections:
+            self._offset_of = self.connections
+            self.server_offset_ms = self.clock.now_ms() - _unix_ms(server_time)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this after every reconnection."""
@@ -370,7 +380,6 @@ class Reader:
         self._expected = 1
         self._consumer = ""
         self._subscription: Subscription | None = None
-        self._offset_ms = 0.0
         #: event loop's time of the last sign of the consumer
         self._heard_s = 0.0
         self._time_s = asyncio.get_running_loop().time
@@ -510,7 +519,7 @@ class Reader:
             f"$JS.API.CONSUMER.CREATE.{self.stream}.{name}.{self.filter}",
             {"stream_name": self.stream, "config": config, "action": "create"},
         )
-        self._offset_ms = bus.clock.now_ms() - _unix_ms(answer["ts"])
+        bus.measure_offset(answer["ts"])
         self.backlog = int(answer["num_pending"]) + int(answer["delivered"]["consumer_seq"])
         if self.backlog == 0:
             self.caught_up.set()
@@ -544,7 +553,7 @@ class Reader:
         if sequence <= self.sequence:
             return
         self.sequence = sequence
-        stored_ms = int(tokens[at + 5]) / 1e6 + self._offset_ms
+        stored_ms = int(tokens[at + 5]) / 1e6 + self._bus.server_offset_ms
         last = pending == "0"
         self._handler(Captured(subject=subject, data=data, sequence=sequence, stored_ms=stored_ms, last=last))
         if last and not self.caught_up.is_set():
