@@ -54,7 +54,7 @@ PREFIX = "bench"
 
 def bare_subject(event: Event) -> str:
     """The fleet's subject under another root, so that neither hears the other."""
-    return PREFIX + subject_of(event).removeprefix("tf")
+    return f"{PREFIX}.{subject_of(event).partition('.')[2]}"
 
 
 class Settings(msgspec.Struct, frozen=True):

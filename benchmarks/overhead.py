@@ -38,6 +38,7 @@ from tokenfleet.local.processes import Command, spawn, stop
 from tokenfleet.local.state_dir import StateDir
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.routes import subject_filter
 from tokenfleet_schemas.streams import STREAMS
 
 MODEL = "bench"
@@ -338,12 +339,11 @@ async def _capture(nc: Nats, client: Client, into: Path) -> None:
             event = codec.decode(message.data)
         except codec.ContractError:
             return
-        if type(event) in MESSAGES:
-            heard.setdefault(type(event), message.data)
-            if len(heard) == len(MESSAGES):
-                complete.set()
+        heard.setdefault(type(event), message.data)
+        if len(heard) == len(MESSAGES):
+            complete.set()
 
-    subscription = await nc.subscribe("tf.v1.>", cb=on_message)
+    subscriptions = [await nc.subscribe(subject_filter(kind), cb=on_message) for kind in MESSAGES]
     for _ in range(20):
         await client.ask(Load())
         with contextlib.suppress(TimeoutError):
@@ -351,7 +351,8 @@ async def _capture(nc: Nats, client: Client, into: Path) -> None:
                 await complete.wait()
         if complete.is_set():
             break
-    await subscription.unsubscribe()
+    for subscription in subscriptions:
+        await subscription.unsubscribe()
     if not complete.is_set():
         raise BenchError(f"the fleet did not say {[m.__name__ for m in MESSAGES if m not in heard]}")
     for kind, data in heard.items():
