@@ -169,6 +169,7 @@ def test_a_gateway_that_dies_leaves_no_bookings() -> None:
             "least-work/home-first/sjf",
             "j+hold//priced-edf",
         ),
+        *("least-work/home-only/pools", "least-work/least-load/none", "least-work/local-first/pools"),
     ],
 )
 def test_baselines_keep_the_same_promises(policy: str) -> None:

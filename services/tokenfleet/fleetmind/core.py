@@ -48,9 +48,17 @@ LOOK_MS = 1_000.0
 class FleetMind:
     """One replica of FleetMind, for every model."""
 
-    def __init__(self, fleet: Fleet, *, replica: str) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        replica: str,
+        ranker: policy.Ranker = policy.rank,
+        mover: policy.Mover = policy.move,
+    ) -> None:
         self.fleet = fleet
         self.replica = replica
+        self.ranker, self.mover = ranker, mover
         self.state = State()
         self.offices = Offices(replica)
         self._timers: list[tuple[float, str]] = []
@@ -206,7 +214,7 @@ class FleetMind:
 
     def _place(self, road: Road, term: int, now_ms: float, *, avoid: Iterable[str] = ()) -> None:
         """Rank the sites and ask the best, or refuse when nobody may or can serve the request."""
-        ranking = policy.rank(self.fleet, self.state, road, now_ms, avoid=tuple(avoid))
+        ranking = self.ranker(self.fleet, self.state, road, now_ms, avoid=tuple(avoid))
         if ranking.site:
             if ranking.turn:
                 self.state.turns[ranking.turn] = self.state.turns.get(ranking.turn, 0) + 1
@@ -215,7 +223,7 @@ class FleetMind:
             self._refuse(road, ranking.reason, ranking.reset_ms, term, now_ms, ranking.considered)
 
     def _ask_again(self, road: Road, term: int, now_ms: float) -> None:
-        ranking = policy.rank(self.fleet, self.state, road, now_ms)
+        ranking = self.ranker(self.fleet, self.state, road, now_ms)
         out = {one.name: one.out for one in ranking.considered}
         if out.get(road.site) == "":
             chosen = tuple(msgspec.structs.replace(c, chosen=c.name == road.site) for c in ranking.considered)
@@ -326,11 +334,11 @@ class FleetMind:
         labels = {"site": road.site}
         self._out.append(Note("fleetmind_silent", labels, {"request": request_id}, level="warning"))
         road.tried.append(road.site)
-        ranking = policy.rank(self.fleet, self.state, road, now_ms, avoid=road.tried)
+        ranking = self.ranker(self.fleet, self.state, road, now_ms, avoid=road.tried)
         if not ranking.site:
             # All were asked: begin a new round, with a longer pause each time.
             road.tried, road.rounds = [], road.rounds + 1
-            ranking = policy.rank(self.fleet, self.state, road, now_ms)
+            ranking = self.ranker(self.fleet, self.state, road, now_ms)
         if not ranking.site:
             self._refuse(road, ranking.reason, ranking.reset_ms, term, now_ms, ranking.considered)
             return
@@ -352,7 +360,7 @@ class FleetMind:
             if road is not None and self._term(road.ask)
         ]
         for road in sorted(held, key=lambda one: policy.urgency(one, now_ms)):
-            found = policy.move(self.fleet, self.state, road, now_ms)
+            found = self.mover(self.fleet, self.state, road, now_ms)
             if found is None:
                 continue
             term = self._term(road.ask)

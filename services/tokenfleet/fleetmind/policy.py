@@ -7,6 +7,7 @@ that can. Refuses to know how the answers travel.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -97,6 +98,14 @@ def load_terms(fleet: Fleet, load: Load | None, ready: Sequence[Heard], now_ms: 
     return terms
 
 
+class Ranker(Protocol):
+    """Chooses the site to ask for a request, or says why there is none."""
+
+    def __call__(
+        self, fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collection[str] = ()
+    ) -> Ranking: ...
+
+
 def rank(fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collection[str] = ()) -> Ranking:
     """Choose the site to ask. `avoid` names sites that were asked in this round and stayed silent."""
     ask = road.ask
@@ -179,6 +188,12 @@ def urgency(road: Road, now_ms: float) -> tuple[bool, float, float]:
     left_ms = max(0.0, road.wait_ms - (now_ms - road.held_ms))
     rescued = now_ms + left_ms + road.own_ms > road.deadline_ms > now_ms + road.own_ms
     return (not rescued, float(road.ask.received_unix_ms), fraction(road.ask.request_id, "move"))
+
+
+class Mover(Protocol):
+    """Says where a held request should go instead of waiting on, if anywhere."""
+
+    def __call__(self, fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None: ...
 
 
 def move(fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None:

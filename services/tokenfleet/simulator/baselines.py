@@ -1,26 +1,31 @@
-"""Other systems' rules at TokenPilot's and SLOMax's seams, for comparison in simulation only.
+"""Other systems' rules at the seams of TokenPilot, FleetMind and SLOMax, for comparison in simulation only.
 
-Decides which instance (`RULES`) and who goes next (`ORDERS`) as the named system does, on the same information of the
-same age as ours: the router's own bookings, its prefix index, the agents' reports. Ties break by a hash of (request
-id, instance) for all of them: a fixed order would send every tie to the first instance. Refuses to know what a request
-will generate.
+Decides which instance (`RULES`), which site (`SITE_RULES`) and who goes next (`ORDERS`) as the named system does, on the
+same information of the same age as ours: the router's own bookings, its prefix index, the agents' reports. Ties break by
+a hash of (request id, candidate) for all of them: a fixed order would send every tie to the first instance. Refuses to
+know what a request will generate.
 
 A rule alone dispatches at once and leaves the queue to the engine, as the systems do that it comes from; with `+queue`
 it has our holds and releases around it, so that placing and ordering can be told apart; with `+hold` it moreover waits
 for the instance that it would choose if all had room.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import msgspec
 
 from tokenfleet.effects import Effect
 from tokenfleet.eligibility import fraction
 from tokenfleet.fleet import Fleet
+from tokenfleet.fleetmind.policy import Move, Ranking, move, rank
+from tokenfleet.fleetmind.state import Road, State
 from tokenfleet.slomax.policy import Choice, Level, fits
 from tokenfleet.slomax.state import Held
 from tokenfleet.slomax.state import Pool as HeldPool
 from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet.tokenpilot.policy import Candidate, Situation, least_work
 from tokenfleet.tokenpilot.state import Pool, Waiting
+from tokenfleet_schemas.placement import Considered
 
 #: lower is better; candidates are all that could serve the request, with or without room
 Rule = Callable[[Situation, Sequence[Candidate]], list[float]]
@@ -227,6 +232,50 @@ def pilot(placement: str, fleet: Fleet, site: str, replica: str) -> TokenPilot:
         picker = HoldForBest(rule) if queue == "hold" else WithRoom(rule)
         return TokenPilot(fleet, site, replica=replica, scorer=least_work, picker=picker)
     return ImmediatePilot(fleet, site, replica=replica, rule=rule)
+
+
+# ---------------------------------------------------------------------------------------------- which site
+
+
+class SiteRule:
+    """A ranker for the live FleetMind: its filters and figures, another choice among the sites that are left."""
+
+    def __init__(self, key: Callable[[Considered, Sequence[Considered]], tuple[float, ...]]) -> None:
+        self.key = key
+
+    def __call__(
+        self, fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collection[str] = ()
+    ) -> Ranking:
+        """The site to ask; see `tokenfleet.fleetmind.policy.Ranker`."""
+        ours = rank(fleet, state, road, now_ms, avoid=avoid)
+        sites = [one for one in ours.considered if one.terms and one.name not in avoid]
+        if not ours.site or not sites:
+            return ours
+        request_id = road.ask.request_id
+        site = min(sites, key=lambda one: (self.key(one, sites), fraction(request_id, one.name))).name
+        considered = tuple(msgspec.structs.replace(one, chosen=one.name == site) for one in ours.considered)
+        return msgspec.structs.replace(ours, site=site, why="rule", considered=considered)
+
+
+def _local_first(one: Considered, sites: Sequence[Considered]) -> tuple[float, ...]:
+    """SkyWalker: home unless work is pending there, then the least loaded without any, else home all the same."""
+    pending = "held" in one.terms
+    if one is sites[0]:
+        return (1.0 if pending else 0.0, 0.0)
+    return (2.0, 0.0) if pending else (0.5, one.terms["load"])
+
+
+def stay(fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None:
+    """A mover that takes a held request away only from a site that can serve it no more."""
+    found = move(fleet, state, road, now_ms)
+    return found if found is not None and found.why == "stranded" else None
+
+
+SITE_RULES: dict[str, SiteRule] = {
+    "home-only": SiteRule(lambda one, _sites: (one.terms["place"],)),
+    "least-load": SiteRule(lambda one, _sites: (one.terms["load"],)),
+    "local-first": SiteRule(_local_first),
+}
 
 
 # ---------------------------------------------------------------------------------------------- who goes next

@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from tokenfleet.fleet import Fleet, Policy
-from tokenfleet.simulator.baselines import ORDERS, RULES, pilot
+from tokenfleet.fleetmind.core import FleetMind
+from tokenfleet.simulator.baselines import ORDERS, RULES, SITE_RULES, pilot, stay
 from tokenfleet.simulator.errors import UnknownPolicyError
 from tokenfleet.slomax.core import SLOMax
 from tokenfleet.tokenpilot.core import TokenPilot
 
-SITES = ("home-first", "round-robin")
+SITES = ("home-first", "round-robin", *SITE_RULES)
 ADMISSIONS = ("pools", "none", *ORDERS)
 #: placement rules of the live TokenPilot
 LIVE_PLACEMENTS = ("least-work", "round-robin")
@@ -43,7 +44,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         at_once = self.placement in RULES or self.placement == "round-robin"
         tables: dict[str, Any] = {
             "placement": "round-robin" if at_once else "least-work",
-            "sites": self.sites,
+            "sites": "home-first" if self.sites in SITE_RULES else self.sites,
             "admission": "none" if self.admission in ORDERS else self.admission,
         }
         return msgspec.structs.replace(fleet, policy=msgspec.convert(tables, type=Policy))
@@ -51,6 +52,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def tokenpilot(self, fleet: Fleet, site: str, replica: str) -> TokenPilot:
         """The TokenPilot of a site under this policy."""
         return pilot(self.placement, fleet, site, replica)
+
+    def fleetmind(self, fleet: Fleet, replica: str) -> FleetMind:
+        """FleetMind under this policy; other systems' rules do not move what is held."""
+        rule = SITE_RULES.get(self.sites)
+        if rule is None:
+            return FleetMind(fleet, replica=replica)
+        return FleetMind(fleet, replica=replica, ranker=rule, mover=stay)
 
     def slomax(self, fleet: Fleet, replica: str) -> SLOMax:
         """SLOMax under this policy."""

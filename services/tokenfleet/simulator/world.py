@@ -14,7 +14,6 @@ from tokenfleet.accountant.core import Accountant
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.engine_model import Sequence
 from tokenfleet.fleet import Fleet
-from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.gateway.core import Gateway
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
 from tokenfleet.replay.records import Outcome, Record
@@ -348,7 +347,7 @@ class World:
         fleet, hub = self.fleet, self.scenario.hub
         cores: list[tuple[str, str, str, Any]] = [
             ("slomax", "slomax", hub, self.choice.slomax(fleet, "slomax")),
-            ("fleetmind", "fleetmind", hub, FleetMind(fleet, replica="fleetmind")),
+            ("fleetmind", "fleetmind", hub, self.choice.fleetmind(fleet, "fleetmind")),
         ]
         for site, one in fleet.sites.items():
             if one.instances:
