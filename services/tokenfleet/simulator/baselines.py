@@ -1,9 +1,9 @@
 """Other systems' rules at the seams of TokenPilot, FleetMind and SLOMax, for comparison in simulation only.
 
-Decides which instance (`RULES`), which site (`SITE_RULES`) and who goes next (`ORDERS`) as the named system does, on the
-same information of the same age as ours: the router's own bookings, its prefix index, the agents' reports. Ties break by
-a hash of (request id, candidate) for all of them: a fixed order would send every tie to the first instance. Refuses to
-know what a request will generate.
+Decides which instance (`RULES`), which site (`SITE_RULES`) and who goes next (`ORDERS`) as the named system does, on
+the same information of the same age as ours: the router's own bookings, its prefix index, the agents' reports. Ties
+break by a hash of (request id, candidate) for all of them: a fixed order would send every tie to the first instance.
+Refuses to know what a request will generate.
 
 A rule alone dispatches at once and leaves the queue to the engine, as the systems do that it comes from; with `+queue`
 it has our holds and releases around it, so that placing and ordering can be told apart; with `+hold` it moreover waits
