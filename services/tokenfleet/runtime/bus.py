@@ -478,6 +478,7 @@ class Reader:
         name = f"{bus.name}-{secrets.token_hex(6)}"
         inbox = bus.nc.new_inbox()
         info = await self._api(f"$JS.API.STREAM.INFO.{self.stream}", {})
+        bus.measure_offset(info["ts"])  # before the first message can come
         stream_created = str(info["created"])
         if self.stream_created and stream_created != self.stream_created:
             log.warning("stream was re-created; reading it from its beginning", extra={"stream": self.stream})
@@ -519,7 +520,6 @@ class Reader:
             f"$JS.API.CONSUMER.CREATE.{self.stream}.{name}.{self.filter}",
             {"stream_name": self.stream, "config": config, "action": "create"},
         )
-        bus.measure_offset(answer["ts"])
         self.backlog = int(answer["num_pending"]) + int(answer["delivered"]["consumer_seq"])
         if self.backlog == 0:
             self.caught_up.set()
