@@ -34,6 +34,7 @@ from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 from benchmarks.bare import MESSAGES, PREFIX, ROLES
 from benchmarks.load import Client, Load
 from tokenfleet.local.cluster import LocalFleet
+from tokenfleet.local.errors import LocalError
 from tokenfleet.local.processes import Command, spawn, stop
 from tokenfleet.local.state_dir import StateDir
 from tokenfleet_schemas import codec
@@ -478,7 +479,7 @@ def main() -> int:
     args = _parser().parse_args()
     try:
         result = uvloop.run(_run(args, _say))
-    except BenchError as error:
+    except (BenchError, LocalError) as error:
         _say(str(error))
         return 1
     goals = judge(result)
