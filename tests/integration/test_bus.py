@@ -9,6 +9,7 @@ import pytest
 from tokenfleet.effects import Effect, Publish, WakeAt
 from tokenfleet.local.nats import NatsServer
 from tokenfleet.runtime import direct
+from tokenfleet.runtime import ownership
 from tokenfleet.runtime.bus import Bus, BusDown
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.ownership import Lease
@@ -194,8 +195,11 @@ async def test_a_lease_has_one_holder_and_passes_within_two_seconds(clean_nats_u
         await cancel_and_wait([running, other])
 
 
-async def test_an_orderly_stop_hands_the_office_on_at_once(clean_nats_url: str) -> None:
+async def test_an_orderly_stop_hands_the_office_on_at_once(
+    clean_nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rolling upgrade must not pay the lease's age for every replica."""
+    monkeypatch.setattr(ownership, "LEASE_S", 60.0)
     async with connected(clean_nats_url, "one") as one, connected(clean_nats_url, "two") as two:
         first, second = Lease(one, "s", "one"), Lease(two, "s", "two")
         running = asyncio.create_task(first.run())
@@ -203,7 +207,7 @@ async def test_an_orderly_stop_hands_the_office_on_at_once(clean_nats_url: str) 
         other = asyncio.create_task(second.run())
         await asyncio.sleep(0.4)
         running.cancel()
-        await until(lambda: second.held, 0.8)
+        await until(lambda: second.held, 10)
         await cancel_and_wait([running, other])
 
 
