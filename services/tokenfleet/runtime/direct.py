@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
-from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
+from nats.protocol import parser as protocol
 
 log = logging.getLogger("tokenfleet.bus")
 
@@ -30,6 +30,8 @@ Take = Callable[[str, str, bytes, dict[str, str] | None], None]
 #: bytes that may wait in the socket's buffer before a speaker is told to wait
 _BUFFER_BYTES = 1024 * 1024
 _MESSAGES = (b"HMSG ", b"MSG ")
+#: the parser's state in which the next byte begins a line
+_BETWEEN_MESSAGES = getattr(protocol, "AWAITING_CONTROL_LINE", None)
 _PARAMETERS = ["self", "sid", "subject", "reply", "data", "headers"]
 
 
@@ -40,8 +42,8 @@ def _supported() -> bool:
         and list(inspect.signature(process).parameters) == _PARAMETERS
         and inspect.iscoroutinefunction(getattr(Client, "_read_loop", None))
         and all(hasattr(Client(), name) for name in ("_subs", "_transport", "_max_payload", "_ps"))
-        and hasattr(Parser(), "buf")
-        and hasattr(Parser(), "state")
+        and all(hasattr(Client()._ps, name) for name in ("buf", "state"))
+        and _BETWEEN_MESSAGES is not None
     )
 
 
@@ -142,7 +144,7 @@ class DirectClient(Client):
 
         def tapped(data: bytes) -> None:
             # not while anything before these bytes still waits for nats-py
-            if parser.buf or parser.state != AWAITING_CONTROL_LINE or reader._buffer:  # type: ignore[attr-defined]
+            if parser.buf or parser.state != _BETWEEN_MESSAGES or reader._buffer:  # type: ignore[attr-defined]
                 feed(data)
                 return
             self._taking = True
