@@ -8,8 +8,7 @@ import pytest
 
 from tokenfleet.effects import Effect, Publish, WakeAt
 from tokenfleet.local.nats import NatsServer
-from tokenfleet.runtime import direct
-from tokenfleet.runtime import ownership
+from tokenfleet.runtime import direct, ownership
 from tokenfleet.runtime.bus import Bus, BusDown
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.ownership import Lease
@@ -206,7 +205,7 @@ async def test_an_orderly_stop_hands_the_office_on_at_once(
         await until(lambda: first.held)
         other = asyncio.create_task(second.run())
         await asyncio.sleep(0.4)
-        running.cancel()
+        await cancel_and_wait([running])
         await until(lambda: second.held, 10)
         await cancel_and_wait([running, other])
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]], *, every_s: float = 0.2) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]], *, every_s: float = 1.0) -> None:
     """Cancel tasks until they have ended; their results and errors are dropped.
 
     One `cancel()` is not enough: on Python 3.11 `asyncio.wait_for`, which nats-py is built on, loses a cancellation
