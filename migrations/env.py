@@ -9,12 +9,19 @@ import os
 from alembic import context
 from sqlalchemy.engine import Connection
 
-from tokenfleet.database import create_engine, metadata
+from tokenfleet.database import create_engine, is_partition, metadata
+
+
+def _include(_object: object, name: str | None, kind: str, _reflected: bool, _other: object) -> bool:
+    """Partitions are not the metadata's: autogenerate would drop them."""
+    return not (kind == "table" and name is not None and is_partition(name))
 
 
 def run(connection: Connection) -> None:
     """Run the revisions on one connection, each in its own transaction."""
-    context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
+    context.configure(
+        connection=connection, target_metadata=metadata, transaction_per_migration=True, include_object=_include
+    )
     with context.begin_transaction():
         context.run_migrations()
 

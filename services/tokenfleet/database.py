@@ -11,6 +11,7 @@ and writes nothing: an old binary must not misread a newer schema.
 import asyncio
 import contextlib
 import importlib.metadata
+import re
 import sys
 import sysconfig
 import time
@@ -23,7 +24,9 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    CheckConstraint,
     Column,
+    Date,
     DateTime,
     Double,
     Identity,
@@ -99,6 +102,7 @@ ERRORS = (SQLAlchemyError, OSError, asyncpg.PostgresError, asyncpg.InterfaceErro
 metadata = MetaData()
 
 #: the ledger: one row per attempt, attempt 0 for a request that was never dispatched. Exactly once lives here.
+#: A partition a day, `attempts_YYYYMMDD`, and `attempts_default` for rows of other days.
 attempts = Table(
     "attempts",
     metadata,
@@ -159,9 +163,19 @@ attempts = Table(
     Column("gateway_incarnation", Text, nullable=False),
     Column("event_id", Text, nullable=False),
     Column("recorded_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
-    PrimaryKeyConstraint("request_id", "attempt", name="attempts_pkey"),
+    #: UTC day of `received_at`: the same in all rows of a request, so keys with it are as unique as without
+    Column("received_day", Date, nullable=False),
+    PrimaryKeyConstraint("request_id", "attempt", "received_day", name="attempts_pkey"),
+    CheckConstraint("received_day = (received_at AT TIME ZONE 'UTC')::date", name="attempts_received_day_is_utc"),
+    postgresql_partition_by="RANGE (received_day)",
 )
-Index("attempts_one_final", attempts.c.request_id, unique=True, postgresql_where=attempts.c.final)
+Index(
+    "attempts_one_final",
+    attempts.c.request_id,
+    attempts.c.received_day,
+    unique=True,
+    postgresql_where=attempts.c.final,
+)
 Index("attempts_finished_at", attempts.c.finished_at)
 
 #: events that no row could be made of; kept so that a mended reader can take them up again
@@ -193,6 +207,11 @@ api_keys = Table(
     Column("revoked_at", DateTime(timezone=True)),
     UniqueConstraint("key_hash", name="api_keys_key_hash_key"),
 )
+
+
+def is_partition(name: str) -> bool:
+    """Whether a table is a part of the ledger, which the code reaches through `attempts` only."""
+    return re.fullmatch(r"attempts_(\d{8}|default)", name) is not None
 
 
 def engine_url(url: str) -> URL:

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tokenfleet import database
-from tokenfleet.accountant import store
+from tokenfleet.accountant import partitions, store
 from tokenfleet.accountant.core import Accountant
 from tokenfleet.accountant.intake import Intake
 from tokenfleet.accountant.policy import OutputMedian
@@ -98,15 +98,16 @@ class Writer:
     async def run(self) -> None:
         """Write until the service stops; a batch that has been begun is finished first."""
         stopping, settings = self._service.stopping, self._settings
-        watch = asyncio.create_task(self._watch_lag())
+        watches = (asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch_days()))
         try:
             while not stopping.is_set():
                 batch = await self.intake.take(settings.batch_rows_max, wait_s=0.5, company_s=settings.batch_wait_s)
                 if batch:
                     await self._write(batch)
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
             await self.intake.stop()
 
     async def _write(self, batch: Sequence[Msg]) -> None:
@@ -161,6 +162,22 @@ class Writer:
             if lag is not None:
                 self._lag.set(lag.waiting + lag.unacknowledged)
             await asyncio.sleep(2.0)
+
+    async def _watch_days(self) -> None:
+        """Have the partitions of the coming days; without one rows go to the default partition and are moved later."""
+        settings = self._settings
+        while True:
+            try:
+                made = await partitions.ensure(self._engine, ahead=settings.days_ahead)
+            except database.ERRORS as error:
+                self._service.log.warning(
+                    "days of the ledger not made yet; trying again", extra={"error": database.brief(error)}
+                )
+                await asyncio.sleep(settings.days_retry_s)
+                continue
+            if made:
+                self._service.log.info("days of the ledger made", extra={"partitions": made})
+            await asyncio.sleep(settings.days_check_s)
 
 
 async def _answer(send: Callable[[], Awaitable[None]]) -> None:

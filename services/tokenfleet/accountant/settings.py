@@ -26,6 +26,11 @@ class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
     #: pauses while Postgres does not take rows, s
     retry_min_s: float = 0.25
     retry_max_s: float = 5.0
+    #: days of the ledger whose partitions are made before they come, how often that is looked after, and after a
+    #: failure, s
+    days_ahead: int = 3
+    days_check_s: float = 600.0
+    days_retry_s: float = 30.0
     #: connections of one replica
     pool_size: int = 4
     statement_timeout_ms: int = 5_000

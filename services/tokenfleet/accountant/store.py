@@ -3,10 +3,11 @@
 Decides what a row holds, what happens when an attempt is already there, and which failures are the event's own fault.
 Refuses to know where events come from and when they are acknowledged.
 
-Exactly once is the unique key (request_id, attempt): however often, in whatever order and by however many writers an
-event is written, the first row stays. Only `owner_lost`, which was a guess, gives way to the truth: to a row of the
-same attempt, or to a final row of the same request; and it is not written where a final row is. Rows go in sorted by
-key in one statement, so that two writers wait for each other in the same order instead of deadlocking.
+Exactly once is the unique key (request_id, attempt), in the partition of the request's day, which is a fact of the
+request: however often, in whatever order and by however many writers an event is written, the first row stays. Only
+`owner_lost`, which was a guess, gives way to the truth: to a row of the same attempt, or to a final row of the same
+request; and it is not written where a final row is. Rows go in sorted by key in one statement, so that two writers
+wait for each other in the same order instead of deadlocking.
 """
 
 import datetime
@@ -14,7 +15,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import Text, any_, delete, func, literal, select, text
+from sqlalchemy import ColumnElement, Date, Text, any_, delete, func, literal, select, text
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -204,8 +205,9 @@ _COLUMNS = Row.__struct_fields__
 #: one parameter, whatever the number of rows: no statement is compiled twice
 _INSERT = text(
     f"""
-    INSERT INTO attempts ({", ".join(_COLUMNS)})
-    SELECT {", ".join(_COLUMNS)} FROM json_populate_recordset(NULL::attempts, CAST(:rows AS json))
+    INSERT INTO attempts ({", ".join(_COLUMNS)}, received_day)
+    SELECT {", ".join(_COLUMNS)}, (received_at AT TIME ZONE 'UTC')::date
+    FROM json_populate_recordset(NULL::attempts, CAST(:rows AS json))
     ORDER BY request_id, attempt
     ON CONFLICT DO NOTHING
     RETURNING request_id, attempt
@@ -296,10 +298,9 @@ async def _insert_new(connection: AsyncConnection, rows: list[Row]) -> set[tuple
 
 async def _drop_guesses(connection: AsyncConnection, refused: dict[tuple[str, int], Row]) -> dict[tuple[str, int], Row]:
     """Delete the guesses that keep these rows out; the rows for which the way is free now."""
-    requests = sorted({row.request_id for row in refused.values()})
     found = await connection.execute(
         select(attempts.c.request_id, attempts.c.attempt)
-        .where(attempts.c.outcome == "owner_lost", attempts.c.request_id == any_(literal(requests, ARRAY(Text))))
+        .where(attempts.c.outcome == "owner_lost", *_of_requests(refused))
         .order_by(attempts.c.request_id, attempts.c.attempt)
         .with_for_update()
     )
@@ -313,19 +314,26 @@ async def _drop_guesses(connection: AsyncConnection, refused: dict[tuple[str, in
         if replacing:
             free |= replacing
             await connection.execute(
-                delete(attempts).where(attempts.c.request_id == request_id, attempts.c.attempt == attempt)
+                delete(attempts).where(
+                    attempts.c.request_id == request_id, attempts.c.attempt == attempt, *_of_requests(replacing)
+                )
             )
     return free
 
 
+def _of_requests(rows: dict[tuple[str, int], Row]) -> tuple[ColumnElement[bool], ...]:
+    """All rows of these requests; the days let Postgres look into their partitions only."""
+    requests = sorted({row.request_id for row in rows.values()})
+    days = sorted({row.received_at.date() for row in rows.values()})
+    return (
+        attempts.c.request_id == any_(literal(requests, ARRAY(Text))),
+        attempts.c.received_day == any_(literal(days, ARRAY(Date))),
+    )
+
+
 async def _second_finals(connection: AsyncConnection, refused: dict[tuple[str, int], Row]) -> list[Poison]:
     """Rows kept out by another attempt's final row: their gateway broke the rule of one final outcome."""
-    requests = sorted({row.request_id for row in refused.values()})
-    found = await connection.execute(
-        select(attempts.c.request_id, attempts.c.attempt).where(
-            attempts.c.request_id == any_(literal(requests, ARRAY(Text)))
-        )
-    )
+    found = await connection.execute(select(attempts.c.request_id, attempts.c.attempt).where(*_of_requests(refused)))
     there = {tuple(row) for row in found}
     return [
         Poison(subject="", payload=msgspec.json.encode(row), reason="another attempt of this request is final already")

@@ -1,4 +1,4 @@
-"""`tokenfleet db migrate|current|wait|redrive`: the schema, and events in quarantine."""
+"""`tokenfleet db migrate|current|wait|redrive|retain`: the schema, events in quarantine, and old days of the ledger."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from tokenfleet.cli._errors import CommandError
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subparsers.add_parser("db", help="the database: schema and quarantine")
+    parser = subparsers.add_parser("db", help="the database: schema, quarantine, retention")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     migrate = actions.add_parser(
         "migrate",
@@ -24,13 +24,28 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         description="Write the ledger rows of quarantined events that can be read now, and drop them from quarantine.",
     )
     redrive.add_argument("--dry-run", action="store_true", help="only say what would happen")
-    for action in (migrate, current, wait, redrive):
+    retain = actions.add_parser(
+        "retain",
+        help="drop old days of the ledger",
+        description="Drop the ledger's partitions of days before the last N whole ones (UTC); today always stays. "
+        "Meant for a daily job.",
+    )
+    retain.add_argument("--days", type=_days, required=True, metavar="N", help="whole days to keep; at least 1")
+    retain.add_argument("--dry-run", action="store_true", help="only say what would happen")
+    for action in (migrate, current, wait, redrive, retain):
         _database.add_options(action)
         action.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"migrate": _migrate, "current": _current, "wait": _wait, "redrive": _redrive}[args.action](args)
+    actions = {"migrate": _migrate, "current": _current, "wait": _wait, "redrive": _redrive, "retain": _retain}
+    return actions[args.action](args)
+
+
+def _days(word: str) -> int:
+    if not word.isdigit() or not 1 <= int(word) <= 36_500:
+        raise argparse.ArgumentTypeError(f"not a number of days: {word!r}; the least is 1")
+    return int(word)
 
 
 def _migrate(args: argparse.Namespace) -> int:
@@ -89,4 +104,24 @@ def _redrive(args: argparse.Namespace) -> int:
             print(f"  {key}: {reason}")
     if done.left:
         raise CommandError(f"{len(done.left)} events still cannot be read")
+    return 0
+
+
+def _retain(args: argparse.Namespace) -> int:
+    from tokenfleet.accountant.partitions import Retained, retain
+
+    async def job() -> Retained:
+        async with _database.checked_engine(_database.settings(args).postgres_url) as engine:
+            return await retain(engine, keep_days=args.days, dry_run=args.dry_run)
+
+    done = _database.work(job())
+    if args.json:
+        found = {"first_day": done.first_day.isoformat(), "dropped": done.dropped, "deleted_rows": done.deleted_rows}
+        print(json.dumps(found))
+    else:
+        would = "would be " if args.dry_run else ""
+        print(
+            f"{len(done.dropped)} days before {done.first_day} {would}dropped"
+            + (f", {done.deleted_rows} stray rows {would}deleted" if done.deleted_rows else "")
+        )
     return 0
