@@ -90,9 +90,12 @@ class Intake:
                 if not await self._wait(min(deadline, loop.time() + BEAT_S)) and loop.time() >= deadline:
                     return []
             deadline = loop.time() + company_s
-            # one wait for all of them: waking for each costs more than the rest of its way
-            while len(self._arrived) < count_max and await self._wait(deadline, wanted=count_max):
-                pass
+            while len(self._arrived) < count_max:
+                # an open request may have been for fewer
+                await self._ask(count_max)
+                # one wait for all of them: waking for each costs more than the rest of its way
+                if not await self._wait(deadline, wanted=count_max):
+                    break
             taken = [self._arrived.popleft() for _ in range(min(count_max, len(self._arrived)))]
             await self._ask(count_max)
             return taken
@@ -159,7 +162,7 @@ class Intake:
             self._heard_s = asyncio.get_running_loop().time()
             self._owed = max(0, self._owed - 1)
             self._arrived.append(message)
-            if len(self._arrived) >= self._wanted:
+            if len(self._arrived) >= self._wanted or not self._owed:
                 self._news.set()
         elif message.subject == f"{self._inbox}.{self._request}":
             self._heard_s = asyncio.get_running_loop().time()

@@ -98,12 +98,16 @@ class Writer:
     async def run(self) -> None:
         """Write until the service stops; a batch that has been begun is finished first."""
         stopping, settings = self._service.stopping, self._settings
+        rows_max = min(settings.batch_rows_min, settings.batch_rows_max)
         watches = (asyncio.create_task(self._watch_lag()), asyncio.create_task(self._watch_days()))
         try:
             while not stopping.is_set():
-                batch = await self.intake.take(settings.batch_rows_max, wait_s=0.5, company_s=settings.batch_wait_s)
+                batch = await self.intake.take(rows_max, wait_s=0.5, company_s=settings.batch_wait_s)
                 if batch:
                     await self._write(batch)
+                # what waits on the bus shows as full batches: the longer the queue, the fewer transactions for it
+                rows_max = 2 * rows_max if len(batch) == rows_max else rows_max // 2
+                rows_max = min(settings.batch_rows_max, max(settings.batch_rows_min, rows_max))
         finally:
             for watch in watches:
                 watch.cancel()

@@ -14,13 +14,14 @@ class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
     omitted_grace_ms: float = 3_000.0
     #: how long ended requests and counted attempts are remembered against repeats, ms
     remembered_ms: float = 600_000.0
-    #: rows in one transaction at most
-    batch_rows_max: int = 500
+    #: rows in one transaction at most: a full batch doubles what the next may hold, one that is not full halves it
+    batch_rows_min: int = 250
+    batch_rows_max: int = 2_000
     #: how long a batch waits for company after its first event, s: a transaction costs as much as fifty of its rows,
     #: and nobody reads the ledger within the second
     batch_wait_s: float = 0.5
     #: unacknowledged events that all replicas together hold at most
-    ack_pending_max: int = 4_000
+    ack_pending_max: int = 16_000
     #: an event not acknowledged in this time is delivered again, s
     ack_wait_s: float = 30.0
     #: pauses while Postgres does not take rows, s
