@@ -4,11 +4,11 @@
 
 Two measurements, each on a NATS and a durable Postgres of its own, all on this machine:
 
-- drain: a backlog on the outcome stream, written by one accountant's writer from the first message to an empty consumer.
-  `copy` is asyncpg's COPY of the same rows, in batches of the same size, into a table with the same keys: no bus, no
-  exactly once, no verdicts. Both are given a second and as CPU per outcome by process, since a busy machine halves rates
-  and not CPU. `per_s_on_2_cores` is what that CPU allows on two cores of one's own: limited by both cores together, or
-  by the one that the writer's Python has.
+- drain: a backlog on the outcome stream, written by one accountant's writer from the first message to an empty
+  consumer. `copy` is asyncpg's COPY of the same rows, in batches of the same size, into a table with the same keys: no
+  bus, no exactly once, no verdicts. Both are given per second and as CPU per outcome by process, since a busy machine
+  halves rates and not CPU. `per_s_on_2_cores` is what that CPU allows on two cores of one's own: limited by both cores
+  together, or by the one that the writer's Python has.
 - live (with --rate): a whole accountant process, which folds and writes, while outcomes come at a steady rate. The lag
   is sampled every half second; sustained means that it did not grow: all is written within 2 s of the last outcome.
 """
@@ -24,7 +24,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +141,15 @@ class Servers:
 
 @contextlib.asynccontextmanager
 async def servers() -> AsyncIterator[Servers]:
-    with tempfile.TemporaryDirectory(prefix="tokenfleet-bench-") as root:
-        with NatsServer(Path(root) / "nats") as bus, PostgresServer(Path(root) / "postgres") as postgres:
-            assert isinstance(bus, NatsServer)
-            assert isinstance(postgres, PostgresServer)
-            await database.migrate(postgres.url)
-            yield Servers(bus, postgres)
+    with (
+        tempfile.TemporaryDirectory(prefix="tokenfleet-bench-") as root,
+        NatsServer(Path(root) / "nats") as bus,
+        PostgresServer(Path(root) / "postgres") as postgres,
+    ):
+        assert isinstance(bus, NatsServer)
+        assert isinstance(postgres, PostgresServer)
+        await database.migrate(postgres.url)
+        yield Servers(bus, postgres)
 
 
 async def publish(client: Client, events: list[OutcomeFinished], *, per_s: float = 0.0) -> None:
@@ -162,10 +165,17 @@ async def publish(client: Client, events: list[OutcomeFinished], *, per_s: float
     await client.flush(timeout=60)
 
 
-async def stored(client: Client, count: int) -> None:
-    """Until the stream has them."""
-    while (await client.jetstream().stream_info(stream_of(OutcomeFinished))).state.messages < count:
-        await asyncio.sleep(0.05)
+async def poll(check: Callable[[], Awaitable[bool]], every_s: float) -> None:
+    """Wait for what other processes do and nobody announces."""
+    while True:
+        if await check():
+            return
+        await asyncio.sleep(every_s)
+
+
+async def stored(client: Client, count: int) -> bool:
+    """Whether the stream has them."""
+    return (await client.jetstream().stream_info(stream_of(OutcomeFinished))).state.messages >= count
 
 
 async def owed(client: Client) -> int:
@@ -186,7 +196,7 @@ async def drain(count: int, repeat_share: float, settings: AccountantSettings) -
         events = [outcome(rng) for _ in range(count)]
         deliveries = events + rng.choices(events, k=int(count * repeat_share))
         await publish(client, deliveries)
-        await stored(client, len(deliveries))
+        await poll(lambda: stored(client, len(deliveries)), 0.05)
         await asyncio.sleep(1.0)
         engine = database.create_engine(at.postgres.url, pool_size=settings.pool_size, pre_ping=False)
         await partitions.ensure(engine)
@@ -194,8 +204,11 @@ async def drain(count: int, repeat_share: float, settings: AccountantSettings) -
         before, rss = at.cpu(), psutil.Process().memory_info().rss
         begun = time.monotonic()
         running = asyncio.create_task(writer.run())
-        while not await written(at.postgres.url, count) or await owed(client):
-            await asyncio.sleep(0.1)
+
+        async def drained() -> bool:
+            return await written(at.postgres.url, count) and not await owed(client)
+
+        await poll(drained, 0.1)
         took_s = time.monotonic() - begun
         after = at.cpu()
         grown = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - rss)
@@ -262,9 +275,7 @@ async def live(per_s: float, seconds: float) -> dict[str, Any]:
             "TOKENFLEET_POSTGRES_URL": at.postgres.url,
             "TOKENFLEET_FLEET": str(root / "fleet.toml"),
         }
-        command = Command(
-            argv=(sys.executable, "-m", "tokenfleet.cli", "run", "accountant"), env=os.environ | environ
-        )
+        command = Command(argv=(sys.executable, "-m", "tokenfleet.cli", "run", "accountant"), env=os.environ | environ)
         process = spawn(command, root / "accountant.log")
         client = await nats.connect(at.nats.url)
         try:
@@ -283,8 +294,7 @@ async def live(per_s: float, seconds: float) -> dict[str, Any]:
                 lag.append(await owed(client))
             await publishing
             offered_s = time.monotonic() - begun
-            while not await written(at.postgres.url, len(events)):
-                await asyncio.sleep(0.1)
+            await poll(lambda: written(at.postgres.url, len(events)), 0.1)
             behind_s = time.monotonic() - begun - offered_s
             after = at.cpu() | {"accountant": cpu_s(process.pid)}
             memory = psutil.Process(process.pid).memory_info().rss

@@ -47,3 +47,11 @@ class GoodputMeasured(Event, frozen=True, kw_only=True, tag="tokenfleet.goodput.
     tpot_ms: Percentiles
     #: median of actual − predicted TTFT, ms
     ttft_error_ms_p50: float | None = None
+    #: final attempts with a first token and a prediction of it
+    predicted: int = 0
+    #: `predicted` over all final attempts with a first token; None without any
+    prediction_coverage: float | None = None
+    #: |actual − predicted| TTFT, ms
+    ttft_abs_error_ms: Percentiles | None = None
+    #: median of actual − predicted TPOT, ms
+    tpot_error_ms_p50: float | None = None

@@ -251,7 +251,8 @@ class Accountant:
         verdict = judge(event)
         times = event.times
         ttft_ms = times.ttft_ms if event.final else None
-        predicted = event.predicted_ttft_ms
+        tpot_ms = times.tpot_ms if event.final and event.outcome == "completed" else None
+        predicted_ttft_ms, predicted_tpot_ms = event.predicted_ttft_ms, event.predicted_tpot_ms
         return Sample(
             at_ms=self._finished_at(event, now_ms),
             request_id=event.request_id,
@@ -264,30 +265,33 @@ class Accountant:
             wasted_tokens=verdict.wasted_tokens,
             wasted_cause=verdict.wasted_cause,
             ttft_ms=ttft_ms,
-            tpot_ms=times.tpot_ms if event.final and event.outcome == "completed" else None,
-            ttft_error_ms=None if ttft_ms is None or predicted is None else ttft_ms - predicted,
+            tpot_ms=tpot_ms,
+            ttft_error_ms=None if ttft_ms is None or predicted_ttft_ms is None else ttft_ms - predicted_ttft_ms,
+            tpot_error_ms=None if tpot_ms is None or predicted_tpot_ms is None else tpot_ms - predicted_tpot_ms,
         )
 
     def _finished_at(self, event: OutcomeFinished, now_ms: float) -> float:
-        """When it finished, on our clock: the gateway's stamp, mended by what its leases show of its clock.
+        """When it finished: as the ledger says, unless its gateway's clock is wrong.
 
-        An outbox may deliver late, so arrival alone would shift a whole outage's outcomes to its end; the stamp alone
-        would shift them by the gateway's skew. Never later than now; without any lease, now.
+        An outbox may deliver late, so arrival would shift a whole outage's outcomes to its end. The ledger's time is
+        the gateway's, the same for every reader and delivery. What its leases show of its clock mends it where that
+        is more than the tolerance off; within the tolerance windows and ledger agree to the last outcome.
         """
+        finished_ms = event.received_unix_ms + round(max(0.0, event.times.e2e_ms), 3)
         clock = self.state.clocks.get(event.gateway)
-        if clock is None or event.outcome == "owner_lost" or not event.time_unix_ms:
-            return now_ms
-        return min(now_ms, event.time_unix_ms + clock.offset_ms)
+        tolerance_ms = self.settings.clock_tolerance_ms
+        if clock is not None and abs(clock.offset_ms) > tolerance_ms:
+            finished_ms += clock.offset_ms
+        return now_ms if finished_ms > now_ms + tolerance_ms else finished_ms
 
     # --- what is said ---------------------------------------------------------------------------------------
 
     def _measured(self, measured: Measured, now_ms: float) -> GoodputMeasured:
         service_class, tenant, model, site = measured.group
         counts = measured.counts
-        compliance = measured.compliance_requests
         where = ":".join(part or "_" for part in measured.group)
         return GoodputMeasured(
-            id=f"goodput:{where}:{measured.window_s}:{measured.end_ms}:{measured.revision}",
+            id=f"goodput:{where}:{measured.window_s}:{measured.end_ms}:{self.term}:{measured.revision}",
             term=self.term,
             time_unix_ms=int(now_ms),
             site=site,
@@ -309,10 +313,14 @@ class Accountant:
             wasted_tokens=measured.wasted_tokens,
             output_tokens_per_s=round(measured.output_tokens_per_s, 3),
             goodput_tokens_per_s=round(measured.goodput_tokens_per_s, 3),
-            compliance_requests=None if compliance is None else round(compliance, 6),
+            compliance_requests=_share(measured.compliance_requests),
             ttft_ms=measured.ttft_ms,
             tpot_ms=measured.tpot_ms,
+            predicted=measured.predicted,
+            prediction_coverage=_share(measured.prediction_coverage),
             ttft_error_ms_p50=measured.ttft_error_ms_p50,
+            ttft_abs_error_ms=measured.ttft_abs_error_ms,
+            tpot_error_ms_p50=measured.tpot_error_ms_p50,
         )
 
     # --- memory ---------------------------------------------------------------------------------------------
@@ -321,7 +329,10 @@ class Accountant:
         before = now_ms - self.settings.remembered_ms
         for memory in (self.state.closed, self.state.counted):
             # folded in the order of time, so the oldest come first
-            while memory and (oldest := next(iter(memory)), memory[oldest])[1] < before:
+            while memory:
+                oldest = next(iter(memory))
+                if memory[oldest] >= before and len(memory) <= self.settings.remembered_max:
+                    break
                 del memory[oldest]
         for request_id in [rid for rid, sample in self.state.lost.items() if sample.at_ms < before]:
             del self.state.lost[request_id]
@@ -336,7 +347,7 @@ class Accountant:
             Saved(
                 layout=LAYOUT,
                 state=self.state,
-                samples=list(self.windows.samples()),
+                buckets=list(self.windows.buckets()),
                 medians=self.medians.dump(),
             )
         )
@@ -353,8 +364,7 @@ class Accountant:
         for expired in self.state.expired.values():
             expired.said = False
         self.windows = Windows(self.windows.windows_s, step_ms=self.settings.step_ms)
-        for sample in saved.samples:
-            self.windows.add(sample)
+        self.windows.load(saved.buckets)
         self.medians.load(saved.medians)
 
     def gauges(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -364,3 +374,7 @@ class Accountant:
             "accountant_window_samples": {(): float(len(self.windows))},
             "accountant_in_office": {(): 1.0 if self.term else 0.0},
         }
+
+
+def _share(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

@@ -68,8 +68,7 @@ async def retain(engine: AsyncEngine, *, keep_days: int, dry_run: bool = False) 
     """Drop the days before the last `keep_days` whole ones; today always stays. ValueError below one day.
 
     A day is dropped in a transaction of its own, with a lock on the ledger for a moment. An outcome that the bus
-    delivers again after its day was dropped would be taken for a new one: the streams forget within hours, hence the
-    one day.
+    delivers again after its day was dropped is taken for a new one: rare after a day, and gone with the next run.
     """
     if keep_days < 1:
         raise ValueError("retention of less than a day: the bus may still deliver its outcomes again")

@@ -12,8 +12,12 @@ class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
     tick_ms: float = 500.0
     #: an open request that its gateway's leases omit is given this long for its outcome to arrive, ms
     omitted_grace_ms: float = 3_000.0
+    #: a gateway's clock is believed if its leases show it no further off than this, ms
+    clock_tolerance_ms: float = 1_000.0
     #: how long ended requests and counted attempts are remembered against repeats, ms
     remembered_ms: float = 600_000.0
+    #: and how many of each at most: about 200 bytes apiece, so that a busy fleet cannot fill the memory
+    remembered_max: int = 250_000
     #: rows in one transaction at most: a full batch doubles what the next may hold, one that is not full halves it
     batch_rows_min: int = 250
     batch_rows_max: int = 2_000

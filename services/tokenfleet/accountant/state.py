@@ -2,7 +2,7 @@
 
 import msgspec
 
-from tokenfleet.accountant.windows import Sample
+from tokenfleet.accountant.windows import Bucket, Sample
 from tokenfleet.presence import Presence
 from tokenfleet_schemas.request import Ask
 
@@ -60,9 +60,9 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: int
     state: State
-    samples: list[Sample]
+    buckets: list[Bucket]
     medians: list[tuple[str, str, list[int]]]
 
 
 #: of `Saved`
-LAYOUT = 1
+LAYOUT = 2

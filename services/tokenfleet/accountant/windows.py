@@ -1,23 +1,30 @@
 """Goodput over sliding windows, per class × tenant × model × served site. Pure.
 
 Decides which attempts a window (end − length, end] holds, by the time at which they finished, and what it says of them.
-All figures are exact: samples are kept for the longest window and enter and leave each window's sums and sorted lists
-as its end moves on. A sample that comes after its window was said makes that window be said again with a higher
-revision. Refuses to know about messages, repeats and offices.
+Attempts are summed into buckets of one step; a window is the sum of its buckets, to which they are added and from which
+they are taken away as its end moves on. So memory follows the groups and not the load: counts and sums are exact,
+percentiles come from a sketch (`sketch`) with a relative error of 0.5 %.
+
+What comes late changes windows that were said already. Said again, with a higher revision, are the newest end and
+every end that is a multiple of its window's length: those tile time, so that whoever adds them up is right in the end.
+Refuses to know about messages, repeats and offices.
 """
 
-import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from tokenfleet.accountant import sketch
 from tokenfleet.accountant.policy import GROUP_OF
+from tokenfleet.accountant.sketch import Sketch
 from tokenfleet_schemas.goodput import Percentiles
 from tokenfleet_schemas.outcome import Outcome
 
 #: (service class, tenant, model, served site)
 Group = tuple[str, str, str, str]
+
+_COUNTS = ("offered", "completed", "compliant", "refused", "cancelled", "failed", "repeated")
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +44,67 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     tpot_ms: float | None
     #: actual − predicted
     ttft_error_ms: float | None
+    tpot_error_ms: float | None = None
+
+
+class Sums(msgspec.Struct, array_like=True):
+    """Of any number of attempts of one group; can be added to and taken from one another."""
+
+    samples: int = 0
+    counts: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
+    output_tokens: int = 0
+    compliant_tokens: int = 0
+    wasted: dict[str, int] = {}
+    ttft: Sketch = {}
+    tpot: Sketch = {}
+    ttft_error: Sketch = {}
+    tpot_error: Sketch = {}
+
+    def count(self, sample: Sample, sign: int = 1) -> None:
+        """Let an attempt in, or out again with sign −1."""
+        self.samples += sign
+        counts = self.counts
+        if sample.final:
+            counts["offered"] += sign
+            counts[GROUP_OF[sample.outcome]] += sign
+        else:
+            counts["repeated"] += sign
+        self.output_tokens += sign * sample.output_tokens
+        if sample.compliant:
+            counts["compliant"] += sign
+            self.compliant_tokens += sign * sample.output_tokens
+        if sample.wasted_tokens:
+            _tally(self.wasted, sample.wasted_cause, sign * sample.wasted_tokens)
+        if sample.ttft_ms is not None:
+            sketch.add(self.ttft, sample.ttft_ms, sign)
+        if sample.tpot_ms is not None:
+            sketch.add(self.tpot, sample.tpot_ms, sign)
+        if sample.ttft_error_ms is not None:
+            sketch.add(self.ttft_error, sample.ttft_error_ms, sign)
+        if sample.tpot_error_ms is not None:
+            sketch.add(self.tpot_error, sample.tpot_error_ms, sign)
+
+    def merge(self, other: "Sums", sign: int = 1) -> None:
+        """Let all attempts of another in, or out again."""
+        self.samples += sign * other.samples
+        for name, value in other.counts.items():
+            self.counts[name] += sign * value
+        self.output_tokens += sign * other.output_tokens
+        self.compliant_tokens += sign * other.compliant_tokens
+        for cause, tokens in other.wasted.items():
+            _tally(self.wasted, cause, sign * tokens)
+        sketch.merge(self.ttft, other.ttft, sign)
+        sketch.merge(self.tpot, other.tpot, sign)
+        sketch.merge(self.ttft_error, other.ttft_error, sign)
+        sketch.merge(self.tpot_error, other.tpot_error, sign)
+
+
+def _tally(tallies: dict[str, int], key: str, value: int) -> None:
+    left = tallies.get(key, 0) + value
+    if left:
+        tallies[key] = left
+    else:
+        del tallies[key]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +120,11 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     wasted_tokens: dict[str, int]
     ttft_ms: Percentiles
     tpot_ms: Percentiles
+    #: final attempts that had a first token and a prediction of it
+    predicted: int
     ttft_error_ms_p50: float | None
+    ttft_abs_error_ms: Percentiles
+    tpot_error_ms_p50: float | None
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -70,205 +142,249 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         offered = self.counts["offered"]
         return self.counts["compliant"] / offered if offered else None
 
-
-def nearest_rank(ordered: Sequence[float], quantile: float) -> float | None:
-    """The smallest value that at least this share of the samples does not exceed; None without samples."""
-    if not ordered:
-        return None
-    return ordered[max(0, math.ceil(quantile * len(ordered)) - 1)]
+    @property
+    def prediction_coverage(self) -> float | None:
+        """Predicted over all final attempts with a first token; None without any."""
+        return self.predicted / self.ttft_ms.count if self.ttft_ms.count else None
 
 
-def percentiles(ordered: Sequence[float]) -> Percentiles:
-    """Of sorted milliseconds, by nearest rank."""
+class Bucket(msgspec.Struct, frozen=True, array_like=True):
+    """What finished in one step, for a checkpoint."""
 
-    def at(quantile: float) -> float | None:
-        value = nearest_rank(ordered, quantile)
-        return None if value is None else round(value, 3)
-
-    return Percentiles(count=len(ordered), p50=at(0.5), p90=at(0.9), p95=at(0.95), p99=at(0.99))
-
-
-_COUNTS = ("offered", "completed", "compliant", "refused", "cancelled", "failed", "repeated")
+    group: Group
+    end_ms: int
+    sums: Sums
 
 
 class _Window:
-    """Sums over the samples of one group in (low_ms, high_ms]."""
+    """Sums over the buckets of one group in (low_ms, high_ms]."""
 
-    def __init__(self, window_s: int, high_ms: int) -> None:
+    def __init__(self, window_s: int, high_ms: int, kept_ms: int) -> None:
+        self.length_ms = window_s * 1000
+        self.kept_ms = kept_ms
         self.window_s = window_s
         self.high_ms = high_ms
-        #: of the present end: how often it has been said
-        self.revision = 0
+        self.sums = Sums()
         #: differs from what was last said
         self.changed = False
-        self.clear()
+        #: end → how often it has been said; of the present end and of earlier multiples of the length
+        self.revisions: dict[int, int] = {}
+        #: earlier multiples of the length that must be said (again)
+        self.late: set[int] = set()
 
     @property
     def low_ms(self) -> int:
-        return self.high_ms - self.window_s * 1000
+        return self.high_ms - self.length_ms
 
-    def clear(self) -> None:
-        self.samples = 0
-        self.counts = dict.fromkeys(_COUNTS, 0)
-        self.output_tokens = 0
-        self.compliant_tokens = 0
-        self.wasted: dict[str, int] = {}
-        self.ttft: list[float] = []
-        self.tpot: list[float] = []
-        self.error: list[float] = []
+    def note(self, bucket_ms: int) -> bool:
+        """A bucket changed: mark what must be said again; whether it is in the present window."""
+        tile_ms = -(-bucket_ms // self.length_ms) * self.length_ms
+        if tile_ms < self.high_ms and self._whole(tile_ms, self.high_ms):
+            self.late.add(tile_ms)
+        if self.low_ms < bucket_ms <= self.high_ms:
+            self.changed = True
+            return True
+        return False
 
-    def add(self, sample: Sample, sign: int = 1) -> None:
-        """Let a sample in, or out again with sign −1."""
-        self.changed = True
-        self.samples += sign
-        counts = self.counts
-        if sample.final:
-            counts["offered"] += sign
-            counts[GROUP_OF[sample.outcome]] += sign
-        else:
-            counts["repeated"] += sign
-        self.output_tokens += sign * sample.output_tokens
-        if sample.compliant:
-            counts["compliant"] += sign
-            self.compliant_tokens += sign * sample.output_tokens
-        if sample.wasted_tokens:
-            left = self.wasted.get(sample.wasted_cause, 0) + sign * sample.wasted_tokens
-            if left:
-                self.wasted[sample.wasted_cause] = left
-            else:
-                del self.wasted[sample.wasted_cause]
-        for values, value in (
-            (self.ttft, sample.ttft_ms),
-            (self.tpot, sample.tpot_ms),
-            (self.error, sample.ttft_error_ms),
-        ):
-            if value is None:
-                continue
-            if sign > 0:
-                bisect.insort(values, value)
-            else:
-                del values[bisect.bisect_left(values, value)]
+    def _whole(self, end_ms: int, high_ms: int) -> bool:
+        """Whether all buckets of an earlier end are still kept."""
+        return end_ms - self.length_ms >= high_ms - self.kept_ms
 
-    def move(self, samples: Sequence[Sample], end_ms: int) -> None:
+    def move(self, buckets: dict[int, Sums], end_ms: int, bucket_ms: int) -> None:
         """Slide to a later end."""
-        old_low, old_high = self.low_ms, self.high_ms
-        self.high_ms, self.revision = end_ms, 0
-        if self.low_ms >= old_high:
-            self.changed = self.changed or self.samples > 0
-            self.clear()
-            old_high = self.low_ms
+        old_low_ms, old_high_ms = self.low_ms, self.high_ms
+        self.high_ms = end_ms
+        if self.low_ms >= old_high_ms:
+            self.changed = self.changed or self.sums.samples > 0
+            self.sums = Sums()
         else:
-            for sample in _between(samples, old_low, self.low_ms):
-                self.add(sample, -1)
-        for sample in _between(samples, old_high, end_ms):
-            self.add(sample)
+            for one in _between(buckets, old_low_ms, self.low_ms, bucket_ms):
+                self.sums.merge(one, -1)
+                self.changed = True
+        for one in _between(buckets, max(old_high_ms, self.low_ms), end_ms, bucket_ms):
+            self.sums.merge(one)
+            self.changed = True
+        if not old_high_ms:
+            return
+        if end_ms % self.length_ms == 0 and self.sums.samples:
+            self.changed = True
+        # time jumped over ends that tile it: nobody has said what was in them
+        tile_ms = (old_high_ms // self.length_ms + 1) * self.length_ms
+        while tile_ms < end_ms:
+            held = _between(buckets, tile_ms - self.length_ms, tile_ms, bucket_ms)
+            if self._whole(tile_ms, old_high_ms) and any(one.samples for one in held):
+                self.late.add(tile_ms)
+            tile_ms += self.length_ms
 
-    def measured(self, group: Group) -> Measured:
-        """What it says now."""
-        self.changed = False
-        error = nearest_rank(self.error, 0.5)
-        said = Measured(
+    def said(self, group: Group, end_ms: int, sums: Sums) -> Measured:
+        """What it says of one end."""
+        revision = self.revisions.get(end_ms, 0)
+        self.revisions[end_ms] = revision + 1
+        return Measured(
             group=group,
             window_s=self.window_s,
-            end_ms=self.high_ms,
-            revision=self.revision,
-            counts=dict(self.counts),
-            output_tokens=self.output_tokens,
-            compliant_tokens=self.compliant_tokens,
-            wasted_tokens=dict(sorted(self.wasted.items())),
-            ttft_ms=percentiles(self.ttft),
-            tpot_ms=percentiles(self.tpot),
-            ttft_error_ms_p50=None if error is None else round(error, 3),
+            end_ms=end_ms,
+            revision=revision,
+            counts=dict(sums.counts),
+            output_tokens=sums.output_tokens,
+            compliant_tokens=sums.compliant_tokens,
+            wasted_tokens=dict(sorted(sums.wasted.items())),
+            ttft_ms=sketch.percentiles(sums.ttft),
+            tpot_ms=sketch.percentiles(sums.tpot),
+            predicted=sum(sums.ttft_error.values()),
+            ttft_error_ms_p50=sketch.quantile(sums.ttft_error, 0.5),
+            ttft_abs_error_ms=sketch.percentiles(sketch.absolute(sums.ttft_error)),
+            tpot_error_ms_p50=sketch.quantile(sums.tpot_error, 0.5),
         )
-        self.revision += 1
-        return said
+
+    def present(self, group: Group) -> Iterator[Measured]:
+        """The present end, if there is news of it."""
+        if self.changed:
+            self.changed = False
+            yield self.said(group, self.high_ms, self.sums)
+
+    def corrected(self, group: Group, buckets: dict[int, Sums], bucket_ms: int) -> Iterator[Measured]:
+        """Earlier ends that late arrivals changed, or that were never said."""
+        for end_ms in sorted(self.late):
+            sums = Sums()
+            for one in _between(buckets, end_ms - self.length_ms, end_ms, bucket_ms):
+                sums.merge(one)
+            yield self.said(group, end_ms, sums)
+        self.late.clear()
+
+    def forget(self, before_ms: int) -> None:
+        """Revisions of ends that cannot be said any more."""
+        for end_ms in [one for one in self.revisions if one != self.high_ms]:
+            if end_ms <= before_ms or end_ms % self.length_ms:
+                del self.revisions[end_ms]
 
 
-def _finished(sample: Sample) -> float:
-    return sample.at_ms
-
-
-def _between(samples: Sequence[Sample], low_ms: float, high_ms: float) -> Sequence[Sample]:
-    """Samples in (low, high]."""
-    start = bisect.bisect_right(samples, low_ms, key=_finished)
-    return samples[start : bisect.bisect_right(samples, high_ms, lo=start, key=_finished)]
+def _between(buckets: dict[int, Sums], low_ms: int, high_ms: int, bucket_ms: int) -> Iterator[Sums]:
+    """Buckets that end in (low, high]."""
+    if (high_ms - low_ms) // bucket_ms > len(buckets):
+        yield from (sums for end_ms, sums in buckets.items() if low_ms < end_ms <= high_ms)
+        return
+    for end_ms in range((low_ms // bucket_ms + 1) * bucket_ms, high_ms + 1, bucket_ms):
+        sums = buckets.get(end_ms)
+        if sums is not None:
+            yield sums
 
 
 class _Group:
-    def __init__(self, windows_s: Iterable[int], end_ms: int) -> None:
-        self.samples: list[Sample] = []
-        self.windows = [_Window(window_s, end_ms) for window_s in windows_s]
+    def __init__(self, windows_s: Iterable[int], end_ms: int, kept_ms: int) -> None:
+        self.buckets: dict[int, Sums] = {}
+        self.windows = [_Window(window_s, end_ms, kept_ms) for window_s in windows_s]
 
 
 class Windows:
     """All windows of all groups. Their ends move together, in whole steps."""
 
     def __init__(self, windows_s: Sequence[int], *, step_ms: int) -> None:
-        self.windows_s = tuple(sorted(set(windows_s)))
         self.step_ms = step_ms
         self.end_ms = 0
         self._groups: dict[Group, _Group] = {}
+        self._measure(windows_s)
+
+    def _measure(self, windows_s: Sequence[int]) -> None:
+        self.windows_s = tuple(sorted(set(windows_s)))
+        #: ends of windows and their beginnings are both ends of buckets
+        self.bucket_ms = math.gcd(self.step_ms, *(1000 * window_s for window_s in self.windows_s))
+        #: buckets are kept for twice the longest window, so that one that ended up to its own length ago can be mended
+        self.kept_ms = 2000 * self.windows_s[-1]
 
     def __len__(self) -> int:
-        return sum(len(group.samples) for group in self._groups.values())
+        return sum(sums.samples for group in self._groups.values() for sums in group.buckets.values())
 
-    def samples(self) -> Iterator[Sample]:
+    def buckets(self) -> Iterator[Bucket]:
         """Everything that is kept, for a checkpoint."""
-        for group in self._groups.values():
-            yield from group.samples
+        for key, group in self._groups.items():
+            for end_ms, sums in group.buckets.items():
+                yield Bucket(key, end_ms, sums)
+
+    def load(self, buckets: Iterable[Bucket]) -> None:
+        """Take over a checkpoint's buckets; those of another width cannot be divided and are left out."""
+        for bucket in buckets:
+            if bucket.end_ms % self.bucket_ms == 0:
+                self._put(bucket)
+
+    def _put(self, bucket: Bucket) -> None:
+        group = self._group(bucket.group)
+        group.buckets.setdefault(bucket.end_ms, Sums()).merge(bucket.sums)
+        for window in group.windows:
+            if window.low_ms < bucket.end_ms <= window.high_ms:
+                window.sums.merge(bucket.sums)
+                window.changed = True
+
+    def _group(self, key: Group) -> _Group:
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(self.windows_s, self.end_ms, self.kept_ms)
+        return group
+
+    def _bucket_of(self, at_ms: float) -> int:
+        return math.ceil(at_ms / self.bucket_ms) * self.bucket_ms
 
     def add(self, sample: Sample) -> bool:
         """Count a sample; False if it finished before every window that could still be said."""
-        if self.end_ms and sample.at_ms <= self.end_ms - self.windows_s[-1] * 1000:
+        bucket_ms = self._bucket_of(sample.at_ms)
+        if self.end_ms and bucket_ms <= self.end_ms - self.kept_ms:
             return False
-        group = self._groups.get(sample.group)
-        if group is None:
-            group = self._groups[sample.group] = _Group(self.windows_s, self.end_ms)
-        bisect.insort_right(group.samples, sample, key=_finished)
-        for window in group.windows:
-            if window.low_ms < sample.at_ms <= window.high_ms:
-                window.add(sample)
+        self._change(sample, bucket_ms, 1)
         return True
 
     def remove(self, sample: Sample) -> None:
-        """Take a sample back, as if it had never been; one that is gone already is fine."""
+        """Take back a sample that was added, as if it had never been; one that is gone already is fine."""
+        bucket_ms = self._bucket_of(sample.at_ms)
         group = self._groups.get(sample.group)
-        if group is None or sample not in _between(group.samples, math.nextafter(sample.at_ms, 0.0), sample.at_ms):
-            return
-        group.samples.remove(sample)
+        if group is not None and bucket_ms in group.buckets and bucket_ms > self.end_ms - self.kept_ms:
+            self._change(sample, bucket_ms, -1)
+
+    def _change(self, sample: Sample, bucket_ms: int, sign: int) -> None:
+        group = self._group(sample.group)
+        group.buckets.setdefault(bucket_ms, Sums()).count(sample, sign)
         for window in group.windows:
-            if window.low_ms < sample.at_ms <= window.high_ms:
-                window.add(sample, -1)
+            if self.end_ms and window.note(bucket_ms):
+                window.sums.count(sample, sign)
 
     def reconfigure(self, windows_s: Sequence[int]) -> None:
         """Other lengths from now on; a longer one fills up as time goes by."""
-        wanted = tuple(sorted(set(windows_s)))
-        if wanted == self.windows_s:
+        if tuple(sorted(set(windows_s))) == self.windows_s:
             return
-        self.windows_s = wanted
-        kept = list(self.samples())
+        kept, width_ms = list(self.buckets()), self.bucket_ms
         self._groups = {}
-        for sample in kept:
-            self.add(sample)
+        self._measure(windows_s)
+        # a bucket is counted as of its end: of narrower steps than before none can be told apart
+        if width_ms % self.bucket_ms == 0:
+            for bucket in kept:
+                self._put(bucket)
 
     def advance(self, now_ms: float) -> list[Measured]:
-        """Move to the newest whole step; what must be said: late changes of the last end first, then the new end's.
+        """Move to the newest whole step; what must be said: late changes of earlier ends first, then the new end's.
 
-        A window is said when it differs from what was last said of its length, so an emptied one is said once.
+        A window is said when it differs from what was last said of its length, so an emptied one is said once. At ends
+        that are multiples of its length it is also said when it does not differ, unless it is empty.
         """
         end_ms = int(now_ms // self.step_ms) * self.step_ms
         if end_ms <= self.end_ms:
             return []
         said: list[Measured] = []
+        gone_ms = end_ms - self.kept_ms
         for key, group in list(self._groups.items()):
-            if self.end_ms:
-                said += [window.measured(key) for window in group.windows if window.changed]
             for window in group.windows:
-                window.move(group.samples, end_ms)
-            said += [window.measured(key) for window in group.windows if window.changed]
-            gone = bisect.bisect_right(group.samples, float(end_ms - self.windows_s[-1] * 1000), key=_finished)
-            del group.samples[:gone]
-            if not group.samples:
+                mended = list(window.corrected(key, group.buckets, self.bucket_ms))
+                said += mended
+                if self.end_ms:
+                    said += window.present(key)
+                window.move(group.buckets, end_ms, self.bucket_ms)
+                jumped = list(window.corrected(key, group.buckets, self.bucket_ms))
+                said += jumped
+                # whoever takes the newest word for the present must not be left with an old end's
+                window.changed = window.changed or bool(mended or jumped)
+                said += window.present(key)
+                window.forget(gone_ms)
+            for bucket_ms in [one for one in group.buckets if one <= gone_ms]:
+                del group.buckets[bucket_ms]
+            if not group.buckets:
                 del self._groups[key]
         self.end_ms = end_ms
         return said

@@ -4,9 +4,12 @@ import math
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
+from tokenfleet.accountant import sketch
 from tokenfleet.accountant.policy import GROUP_OF
+from tokenfleet.accountant.sketch import RELATIVE_ERROR
 from tokenfleet.accountant.windows import Group, Measured, Sample, Windows
 from tokenfleet_schemas.outcome import Outcome
 
@@ -38,6 +41,27 @@ def sample(
     )
 
 
+def close(found: float | None, exact: float | None) -> bool:
+    """Within the sketch's stated error, and the millisecond's thousandth to which it is said."""
+    if found is None or exact is None:
+        return found is exact
+    return abs(found - exact) <= RELATIVE_ERROR * abs(exact) + 0.001
+
+
+class Approximate:
+    """A count, which must be equal, and a percentile, which must be close."""
+
+    def __init__(self, count: int, p95: float | None) -> None:
+        self.count, self.p95 = count, p95
+
+    def __eq__(self, other: object) -> bool:
+        # in either order: what is compared is one exact and one answered value, or two answered ones
+        assert isinstance(other, Approximate)
+        return self.count == other.count and (close(self.p95, other.p95) or close(other.p95, self.p95))
+
+    __hash__ = None  # type: ignore[assignment]  # equality is not transitive
+
+
 def brute(samples: Sequence[Sample], group: Group, window_s: int, end_ms: int) -> dict[str, object]:
     """What a window holds, computed from scratch."""
     held = [s for s in samples if s.group == group and end_ms - window_s * 1000 < s.at_ms <= end_ms]
@@ -57,7 +81,7 @@ def brute(samples: Sequence[Sample], group: Group, window_s: int, end_ms: int) -
         "output_tokens": sum(s.output_tokens for s in held),
         "compliant_tokens": sum(s.output_tokens for s in held if s.compliant),
         "wasted": wasted,
-        "ttft": (len(ttft), ttft[math.ceil(0.95 * len(ttft)) - 1] if ttft else None),
+        "ttft": Approximate(len(ttft), ttft[math.ceil(0.95 * len(ttft)) - 1] if ttft else None),
     }
 
 
@@ -67,7 +91,7 @@ def told(measured: Measured) -> dict[str, object]:
         "output_tokens": measured.output_tokens,
         "compliant_tokens": measured.compliant_tokens,
         "wasted": measured.wasted_tokens,
-        "ttft": (measured.ttft_ms.count, measured.ttft_ms.p95),
+        "ttft": Approximate(measured.ttft_ms.count, measured.ttft_ms.p95),
     }
 
 
@@ -98,8 +122,10 @@ def test_windows_say_what_a_plain_recount_says(seed: int) -> None:
             )
             assert windows.add(one)
             kept.append(one)
-        if kept and rng.random() < 0.2:
-            gone = kept.pop(rng.randrange(len(kept)))
+        recent = [one for one in kept if one.at_ms > now_ms - 120_000]
+        if recent and rng.random() < 0.2:
+            gone = rng.choice(recent)
+            kept.remove(gone)
             windows.remove(gone)
         before = windows.end_ms
         said = windows.advance(now_ms)
@@ -118,11 +144,22 @@ def test_windows_say_what_a_plain_recount_says(seed: int) -> None:
                         assert told(found) == expected, (group, window_s, end_ms)
                     elif end_ms == windows.end_ms:
                         # silent: nothing entered or left since it was last said
-                        earlier = [m for (g, w, _), m in last.items() if (g, w) == (group, window_s)]
-                        assert expected == (told(earlier[-1]) if earlier else brute([], group, window_s, end_ms))
+                        ends = [end for (g, w, end) in last if (g, w) == (group, window_s)]
+                        earlier = told(last[group, window_s, max(ends)]) if ends else None
+                        assert expected == (earlier or brute([], group, window_s, end_ms))
+    # of the ends that tile time, also the old ones were mended; silence means that there was nothing
+    for measured in windows.advance(now_ms + 2000):
+        last[measured.group, measured.window_s, measured.end_ms] = measured
+    for group in groups:
+        for window_s in WINDOWS_S:
+            for end_ms in range(T0 + 1000 * window_s, int(now_ms), 1000 * window_s):
+                found = last.get((group, window_s, end_ms))
+                said_last = told(found) if found else brute([], group, window_s, end_ms)
+                assert said_last == brute(kept, group, window_s, end_ms), (group, window_s, end_ms)
+    now_ms += 2000
     assert len(windows) <= len(kept)
     assert windows.advance(now_ms + 400_000) != [] or not kept
-    assert windows.advance(now_ms + 800_000) == []
+    assert windows.advance(now_ms + 1_200_000) == []
     assert len(windows) == 0
 
 
@@ -144,9 +181,11 @@ def test_a_window_that_empties_is_said_once_and_then_is_still() -> None:
     windows.add(sample(T0 + 1, 1))
     assert [m.counts["offered"] for m in windows.advance(T0 + 2000)] == [1]
     assert windows.advance(T0 + 4000) == []
-    emptied = windows.advance(T0 + 12_000)
-    assert [(m.counts["offered"], m.compliance_requests, m.ttft_ms.p50) for m in emptied] == [(0, None, None)]
+    # time jumped over an end that tiles it: that one is said too
+    told = [(m.end_ms, m.counts["offered"], m.compliance_requests) for m in windows.advance(T0 + 12_000)]
+    assert told == [(T0 + 10_000, 1, 1.0), (T0 + 12_000, 0, None)]
     assert windows.advance(T0 + 14_000) == []
+    assert windows.advance(T0 + 40_000) == []
     assert len(windows) == 0
 
 
@@ -160,7 +199,75 @@ def test_a_late_outcome_makes_its_window_be_said_again() -> None:
     again, fresh = windows.advance(T0 + 4000)
     assert (again.end_ms, again.revision, again.counts["offered"]) == (T0 + 2000, 1, 2)
     assert (fresh.end_ms, fresh.revision, fresh.counts["offered"]) == (T0 + 4000, 0, 3)
-    assert not windows.add(sample(T0 - 10_000, 3))
+    # nobody can know any more what else was in the window before
+    assert windows.add(sample(T0 - 10_000, 3))
+    assert not windows.add(sample(T0 - 20_000, 3))
+
+
+def test_an_outage_longer_than_a_window_is_mended_where_windows_tile_time() -> None:
+    """The bus was away for 40 s: outcomes of then change 10 s windows of which four others were said since."""
+    windows = Windows((10, 60), step_ms=2000)
+    windows.add(sample(T0 + 1, 1))
+    for now_ms in range(T0 + 2000, T0 + 50_000, 2000):
+        windows.advance(now_ms)
+    windows.add(sample(T0 + 15_000, 2))
+    windows.add(sample(T0 + 9_000, 3))
+    said = {(m.window_s, m.end_ms): m for m in windows.advance(T0 + 50_000)}
+    assert {key: (m.revision, m.counts["offered"]) for key, m in said.items()} == {
+        (10, T0 + 10_000): (1, 2),
+        # nobody had said anything of this end: it was empty
+        (10, T0 + 20_000): (0, 1),
+        (60, T0 + 48_000): (0, 3),
+        # the newest word is always on the newest end
+        (10, T0 + 50_000): (0, 0),
+    }
+    windows.add(sample(T0 + 15_500, 4))
+    said = {(m.window_s, m.end_ms): m for m in windows.advance(T0 + 52_000)}
+    assert (said[10, T0 + 20_000].revision, said[10, T0 + 20_000].counts["offered"]) == (1, 2)
+
+
+def test_memory_follows_the_groups_and_not_the_load() -> None:
+    """A fleet a hundred times as busy must not need a hundred times the memory for its windows."""
+
+    def size(per_s: int) -> int:
+        rng = random.Random(1)
+        windows = Windows((10, 60), step_ms=2000)
+        for number in range(30 * per_s):
+            at_ms = T0 + number * 1000 / per_s
+            windows.add(sample(at_ms, number, ttft_ms=rng.lognormvariate(5, 1)))
+            windows.advance(at_ms)
+        assert len(windows) == 30 * per_s
+        return len(msgspec.msgpack.encode(list(windows.buckets())))
+
+    assert size(4_000) < 2 * size(1_000)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_sketch_keeps_its_promise(seed: int) -> None:
+    """Every percentile of any values, merged in any parts and with parts taken back, within the stated error."""
+    rng = random.Random(seed)
+    whole: sketch.Sketch = {}
+    values: list[float] = []
+    for _ in range(20):
+        part = [
+            rng.choice((0.0, rng.lognormvariate(4, 2), -rng.lognormvariate(2, 3))) for _ in range(rng.randrange(99))
+        ]
+        mine: sketch.Sketch = {}
+        for value in part:
+            sketch.add(mine, value)
+        sketch.merge(whole, mine)
+        if rng.random() < 0.3:
+            sketch.merge(whole, mine, -1)
+        else:
+            values += part
+    values.sort()
+    for percent in range(1, 100):
+        exact = values[max(0, math.ceil(percent / 100 * len(values)) - 1)]
+        assert close(sketch.quantile(whole, percent / 100), exact), percent
+    assert sum(whole.values()) == len(values)
+    for value in values:
+        sketch.add(whole, value, -1)
+    assert (whole, sketch.quantile(whole, 0.5)) == ({}, None)
 
 
 def test_a_reconfigured_length_counts_what_is_known() -> None:
