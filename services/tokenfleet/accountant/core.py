@@ -48,6 +48,7 @@ class Accountant:
     def take_office(self, term: int) -> None:
         """Speak from the next wake on; what a predecessor did not get across is said again."""
         self.term = term
+        self.windows.say_again()
         for expired in self.state.expired.values():
             expired.said = False
 
@@ -111,6 +112,7 @@ class Accountant:
         for sign in self.state.presence.gateways.values():
             sign.heard_ms = max(sign.heard_ms, now_ms)
         self.state.expired.clear()
+        self.windows.say_again()
         return []
 
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:

@@ -237,6 +237,18 @@ class _Window:
             tpot_error_ms_p50=sketch.quantile(sums.tpot_error, 0.5),
         )
 
+    def say_again(self, buckets: dict[int, Sums], bucket_ms: int) -> None:
+        """Nobody heard the last words: mark every end that tiles time, may still be mended, and is not empty."""
+        tile_ms = self.high_ms // self.length_ms * self.length_ms
+        while self._whole(tile_ms, self.high_ms):
+            if any(one.samples for one in _between(buckets, tile_ms - self.length_ms, tile_ms, bucket_ms)):
+                if tile_ms == self.high_ms:
+                    self.changed = True
+                else:
+                    self.late.add(tile_ms)
+            tile_ms -= self.length_ms
+        self.changed = self.changed or self.sums.samples > 0
+
     def present(self, group: Group) -> Iterator[Measured]:
         """The present end, if there is news of it."""
         if self.changed:
@@ -357,6 +369,12 @@ class Windows:
         if width_ms % self.bucket_ms == 0:
             for bucket in kept:
                 self._put(bucket)
+
+    def say_again(self) -> None:
+        """With the next step, say all that is not empty once more, under higher revisions."""
+        for group in self._groups.values():
+            for window in group.windows:
+                window.say_again(group.buckets, self.bucket_ms)
 
     def advance(self, now_ms: float) -> list[Measured]:
         """Move to the newest whole step; what must be said: late changes of earlier ends first, then the new end's.
