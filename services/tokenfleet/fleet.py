@@ -90,6 +90,8 @@ class Site(Table, frozen=True, kw_only=True):
     gpus: int = 0
     #: above this share of its room a site takes no diverted work
     load_ceiling: float = 0.85
+    #: what an hour of one GPU costs here, in any one currency, for reports; null: unknown
+    gpu_hour_price: float | None = None
     instances: dict[str, Instance] = {}
 
 
@@ -267,6 +269,8 @@ def _check(raw: _File) -> Fleet:
     seen: dict[str, str] = {}
     for site_name, site in raw.sites.items():
         where = f"sites.{site_name}"
+        price = site.gpu_hour_price
+        expect(price is None or price >= 0, f"{where}.gpu_hour_price must not be negative")
         expect(0 < site.load_ceiling <= 1, f"{where}.load_ceiling must be in (0, 1]")
         for model, homes in site.homes.items():
             expect(model in raw.models, f"{where}.homes: unknown model {model!r}")

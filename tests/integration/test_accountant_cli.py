@@ -8,12 +8,16 @@ import json
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import asyncpg
 import nats
+import pytest
 
 from tokenfleet.accountant import store
 from tokenfleet.accountant.policy import OutputMedian
@@ -169,6 +173,158 @@ async def test_goodput_is_what_a_plain_recount_of_the_ledger_says(database_url: 
     assert sum(int(line["offered"]) for line in lines) == answer["overall"]["offered"]
     code, out, _ = await tokenfleet("goodput", "--by", "class,tenant,site,model", TOKENFLEET_POSTGRES_URL=database_url)
     assert (code, "all" in out, "estimated by the median" in out) == (0, True, True)
+
+
+PRICED = """
+[fleet]
+name = "test"
+default_class = "chat"
+[sites.a]
+zone = "eu"
+entry = true
+[sites.b]
+zone = "eu"
+gpus = 4
+gpu_hour_price = 2.5
+[sites.c]
+zone = "eu"
+gpus = 2
+gpu_hour_price = 3.0
+[sites.d]
+zone = "eu"
+[models.m]
+versions = ["1"]
+default_version = "1"
+max_model_len = 1000
+[classes.chat]
+ttft_ms = 500
+[tenants.acme]
+zones = ["eu"]
+classes = ["chat"]
+"""
+
+
+async def test_what_compliant_tokens_cost(database_url: str, tmp_path: Path) -> None:
+    """Two priced sites, one of them idle, and one without a price: GPUs cost while they wait, waste makes it dearer."""
+    late = Times(ttft_ms=900.0, tpot_ms=10.0, e2e_ms=1300.0)
+    rows = [
+        store.row_of(event, OutputMedian())
+        for event in (
+            outcome("good", age_s=60, output_tokens=3000),
+            outcome("late", age_s=60, output_tokens=1000, times=late, tenant="other"),
+            outcome("free", age_s=60, output_tokens=5000, served_site="d", tenant="third"),
+        )
+    ]
+    engine = create_engine(database_url)
+    await store.write(engine, rows)
+    await engine.dispose()
+    (tmp_path / "fleet.toml").write_text(PRICED)
+    words = ("goodput", "--since", "2h", "--fleet", str(tmp_path / "fleet.toml"))
+
+    async def answer(*more: str) -> dict[str, Any]:
+        code, out, error = await tokenfleet(*words, "--json", *more, TOKENFLEET_POSTGRES_URL=database_url)
+        assert code == 0, error
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    by_tenant = await answer("--by", "tenant")
+    assert by_tenant["hourly_costs"] == {"b": 10.0, "c": 6.0}
+    # two hours of both sites, over the 3,000 tokens that counted at a priced site
+    assert by_tenant["overall"]["cost"] == 32.0
+    assert by_tenant["overall"]["cost_per_million_compliant_tokens"] == round(32 / 3000 * 1e6, 6)
+    costs = {g["group"]["tenant"]: (g["cost"], g["cost_per_million_compliant_tokens"]) for g in by_tenant["groups"]}
+    assert costs == {"acme": (15.0, 5000.0), "other": (5.0, None), "third": (None, None)}
+    by_site = {g["group"]["site"]: g["cost"] for g in (await answer("--by", "site"))["groups"]}
+    assert by_site == {"b": 20.0, "d": None}
+    code, out, _ = await tokenfleet(*words, "--by", "site", TOKENFLEET_POSTGRES_URL=database_url)
+    assert (code, "COST/M" in out, "of b, c" in out) == (0, True, True)
+    code, out, _ = await tokenfleet(*words, "--csv", TOKENFLEET_POSTGRES_URL=database_url)
+    assert next(csv.DictReader(io.StringIO(out)))["cost"] == "20.0"
+    # no file, no prices; but a file that was named must be there
+    code, out, _ = await tokenfleet("goodput", "--json", TOKENFLEET_POSTGRES_URL=database_url)
+    assert (code, json.loads(out)["overall"]["cost"]) == (0, None)
+    gone = ("goodput", "--fleet", str(tmp_path / "gone.toml"))
+    assert (await tokenfleet(*gone, TOKENFLEET_POSTGRES_URL=database_url))[0] == 2
+
+
+async def test_a_page_that_stands_alone(database_url: str, tmp_path: Path) -> None:
+    """The report is mailed to somebody without network: nothing is loaded, names are escaped, emptiness is drawn."""
+    page = tmp_path / "goodput.html"
+    code, out, error = await tokenfleet("goodput", "--html", str(page), TOKENFLEET_POSTGRES_URL=database_url)
+    assert (code, error) == (0, "")
+    assert "nothing finished" not in out
+    empty = page.read_text(encoding="utf-8")
+    assert empty.count("<img") == 3
+    rows = [
+        store.row_of(outcome(f"r{n}", age_s=30 * n, tenant="<script>alert(1)</script>", outcome=kind), OutputMedian())
+        for n, kind in enumerate(["completed"] * 20 + ["refused", "cancelled", "failed_midstream"])
+    ]
+    engine = create_engine(database_url)
+    await store.write(engine, rows)
+    await engine.dispose()
+    words = ("goodput", "--by", "class,tenant", "--html", str(page))
+    assert (await tokenfleet(*words, TOKENFLEET_POSTGRES_URL=database_url))[0] == 0
+    full = page.read_text(encoding="utf-8")
+    assert "<script" not in full
+    assert "&lt;script&gt;" in full
+    assert re.findall(r'(?:src|href)="(?!data:)', full) == []
+    assert "Goodput of the last hour" in full
+    assert len(full) > len(empty)
+    unwritable = ("goodput", "--html", str(tmp_path / "none" / "page.html"))
+    code, _, error = await tokenfleet(*unwritable, TOKENFLEET_POSTGRES_URL=database_url)
+    assert (code, "cannot write" in error) == (1, True)
+
+
+async def test_views_say_what_the_report_says(database_url: str) -> None:
+    """A dashboard on the views and the command must not disagree, and nobody changes the ledger through a view."""
+    rows = []
+    now_ms = int(time.time() * 1000) - 5_000
+    for number in range(60):
+        attempts = 1 + number % 3
+        for attempt in range(1, attempts + 1):
+            kind = "completed" if number % 5 else "cancelled"
+            final = attempt == attempts
+            event = outcome(
+                f"r{number}",
+                age_s=0,
+                attempt=attempt,
+                final=final,
+                outcome=kind if final else "failed",
+                received_unix_ms=now_ms - 20_000 * number,
+            )
+            rows.append(store.row_of(event, OutputMedian()))
+    engine = create_engine(database_url)
+    await store.write(engine, rows)
+    await engine.dispose()
+    _, out, _ = await tokenfleet("goodput", "--since", "2h", "--json", TOKENFLEET_POSTGRES_URL=database_url)
+    overall = json.loads(out)["overall"]
+    names = ("offered", "completed", "compliant", "refused", "cancelled", "failed", "repeated", "output_tokens",
+             "compliant_tokens")  # fmt: skip
+    connection = await asyncpg.connect(database_url)
+    try:
+        sums = await connection.fetchrow(
+            f"SELECT {', '.join(f'sum({name})::bigint AS {name}' for name in names)} FROM goodput_minutes"
+        )
+        assert dict(sums) == {name: overall[name] for name in names}
+        wasted = await connection.fetch(
+            "SELECT wasted_cause, sum(wasted_tokens)::bigint FROM wasted_minutes GROUP BY 1"
+        )
+        assert dict(wasted) == overall["wasted_tokens"]
+        requests = await connection.fetch("SELECT outcome, attempts, instances FROM ledger_requests")
+        assert (len(requests), sum(one["attempts"] for one in requests)) == (60, len(rows))
+        assert all(one["attempts"] == len(one["instances"]) for one in requests)
+        # the end of a minute belongs to it, as in the windows
+        edge = await connection.fetchval(
+            "SELECT count(*) FROM goodput_minutes WHERE minute_end <= (SELECT min(finished_at) FROM attempts) "
+            "- interval '1 microsecond'"
+        )
+        assert edge == 0
+        assert await connection.fetch("SELECT * FROM ledger_contradictions") == []
+        for view in ("goodput_minutes", "wasted_minutes", "ledger_requests", "ledger_contradictions"):
+            with pytest.raises(asyncpg.PostgresError, match="cannot delete from view"):
+                await connection.execute(f"DELETE FROM {view}")
+    finally:
+        await connection.close()
 
 
 async def test_an_empty_ledger_is_no_hundred_percent(database_url: str) -> None:

@@ -2,11 +2,12 @@
 
 Decides how rows become figures; what a row is worth was decided when it was written. Rows are attributed by the time
 at which they finished, rates are over the whole stretch. Percentiles are nearest-rank, over offered requests for
-TTFT: what got no first token counts as +∞ and is said as null.
+TTFT: what got no first token counts as +∞ and is said as null. Sites cost what their GPUs cost whether they work or
+not; groups bear a site's cost by their share of the tokens that it delivered.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tokenfleet.database import uncancelled
+from tokenfleet.fleet import Fleet
 
 #: what can be grouped by → column of the ledger
 DIMENSIONS = {
@@ -58,6 +60,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     #: compliant over offered requests; None when nothing was offered
     compliance_requests: float | None
     wasted_tokens: dict[str, int]
+    #: of the priced sites that served it, in the currency of the fleet file; None without any
+    cost: float | None = None
+    #: None without prices or without compliant tokens at a priced site
+    cost_per_million_compliant_tokens: float | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,17 +73,94 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     by: tuple[str, ...]
     overall: Result
     groups: tuple[Result, ...]
+    #: site → what it costs an hour, for sites with a price
+    hourly_costs: dict[str, float] = {}
 
 
-async def goodput(engine: AsyncEngine, *, since_s: float, by: Sequence[str] = ()) -> Report:
-    """The figures of the last `since_s` seconds; KeyError for a dimension that there is not."""
+class Bin(msgspec.Struct, frozen=True, kw_only=True):
+    """A stretch of time and a class, for a plot."""
+
+    #: seconds before the end of the report at which the stretch ends
+    ago_s: float
+    service_class: str
+    output_tokens: int
+    compliant_tokens: int
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the first token of one class's offered requests took, for a plot."""
+
+    service_class: str
+    objective_ms: float | None
+    #: at 1 %, 2 % … 100 % of the offered requests; None: never
+    ttft_ms: list[float | None]
+
+
+class Course(msgspec.Struct, frozen=True, kw_only=True):
+    """What a page shows beside the figures."""
+
+    bin_s: float
+    bins: list[Bin]
+    spreads: list[Spread]
+
+
+def hourly_costs(fleet: Fleet) -> dict[str, float]:
+    """What each site with a price costs an hour: its GPUs, or those of its declared instances if these are more."""
+    return {
+        name: site.gpu_hour_price * max(site.gpus, sum(instance.gpus for instance in site.instances.values()))
+        for name, site in fleet.sites.items()
+        if site.gpu_hour_price is not None
+    }
+
+
+async def goodput(
+    engine: AsyncEngine, *, since_s: float, by: Sequence[str] = (), costs: Mapping[str, float] | None = None
+) -> Report:
+    """The figures of the last `since_s` seconds, with costs where `hourly_costs` are given.
+
+    KeyError for a dimension that there is not.
+    """
     columns = [DIMENSIONS[name] for name in by]
+    costs = dict(costs or {})
 
     async def work() -> Report:
         async with engine.connect() as connection:
+            # one moment for all of them, or they would not add up
+            await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"))
             found = (await connection.execute(text(_figures(columns)), {"since_s": since_s})).all()
             wasted = (await connection.execute(text(_wasted(columns)), {"since_s": since_s})).all()
-        return _report(found, wasted, since_s, tuple(by))
+            served = (await connection.execute(text(_served(columns)), {"since_s": since_s})).all() if costs else []
+        report = _report(found, wasted, since_s, tuple(by))
+        return _with_costs(report, served, costs) if costs else report
+
+    return await uncancelled(work())
+
+
+async def course(engine: AsyncEngine, *, since_s: float, bins: int = 60) -> Course:
+    """How it went over the last `since_s` seconds."""
+    bin_s = since_s / bins
+
+    async def work() -> Course:
+        async with engine.connect() as connection:
+            found = await connection.execute(text(_BINS), {"since_s": since_s, "bin_s": bin_s})
+            series = [
+                Bin(
+                    ago_s=int(row.nth) * bin_s,
+                    service_class=row.service_class,
+                    output_tokens=int(row.output_tokens),
+                    compliant_tokens=int(row.compliant_tokens),
+                )
+                for row in found
+            ]
+            spreads = [
+                Spread(
+                    service_class=row.service_class,
+                    objective_ms=row.objective_ms,
+                    ttft_ms=[None if math.isinf(value) else value for value in row.ttft],
+                )
+                for row in await connection.execute(text(_SPREADS), {"since_s": since_s})
+            ]
+        return Course(bin_s=bin_s, bins=series, spreads=spreads)
 
     return await uncancelled(work())
 
@@ -134,6 +217,72 @@ def _wasted(columns: Sequence[str]) -> str:
     GROUP BY GROUPING SETS {sets}
     ORDER BY wasted_cause
     """
+
+
+def _served(columns: Sequence[str]) -> str:
+    selected = ", ".join(columns) + ", " if columns else ""
+    grouped = ", ".join([*columns, "served_site"])
+    return f"""
+    SELECT {selected}served_site AS at_site, sum(output_tokens) AS output_tokens,
+        coalesce(sum(output_tokens) FILTER (WHERE compliant), 0) AS compliant_tokens
+    FROM attempts WHERE finished_at > now() - make_interval(secs => :since_s) AND served_site <> ''
+    GROUP BY {grouped}
+    """
+
+
+_BINS = """
+    SELECT floor(extract(epoch FROM now() - finished_at) / :bin_s) AS nth, service_class,
+        sum(output_tokens) AS output_tokens,
+        coalesce(sum(output_tokens) FILTER (WHERE compliant), 0) AS compliant_tokens
+    FROM attempts
+    WHERE finished_at > now() - make_interval(secs => :since_s) AND finished_at <= now()
+    GROUP BY nth, service_class ORDER BY nth DESC, service_class
+"""
+_SPREADS = """
+    SELECT service_class, max(ttft_objective_ms) AS objective_ms,
+        percentile_disc(ARRAY(SELECT n / 100.0::double precision FROM generate_series(1, 100) AS n))
+            WITHIN GROUP (ORDER BY coalesce(ttft_ms, 'Infinity')) AS ttft
+    FROM attempts
+    WHERE final AND finished_at > now() - make_interval(secs => :since_s)
+    GROUP BY service_class ORDER BY service_class
+"""
+
+
+def _with_costs(report: Report, served: Sequence[Row[Any]], costs: Mapping[str, float]) -> Report:
+    """Lay the sites' costs over the groups."""
+    hours = report.since_s / 3600
+    width = len(report.by)
+    delivered: dict[str, int] = {}
+    for row in served:
+        delivered[row.at_site] = delivered.get(row.at_site, 0) + int(row.output_tokens)
+    borne: dict[tuple[str, ...], float] = {}
+    tokens: dict[tuple[str, ...], int] = {}
+    for row in served:
+        if row.at_site in costs:
+            key = tuple(str(value) for value in row[:width])
+            share = int(row.output_tokens) / delivered[row.at_site] if delivered[row.at_site] else 0.0
+            borne[key] = borne.get(key, 0.0) + share * costs[row.at_site] * hours
+            tokens[key] = tokens.get(key, 0) + int(row.compliant_tokens)
+
+    def priced(result: Result, cost: float, compliant_tokens: int) -> Result:
+        each = cost / compliant_tokens * 1e6 if compliant_tokens else None
+        return msgspec.structs.replace(
+            result,
+            cost=round(cost, 6),
+            cost_per_million_compliant_tokens=None if each is None else round(each, 6),
+        )
+
+    groups = []
+    for result in report.groups:
+        key = tuple(result.group[name] for name in report.by)
+        groups.append(priced(result, borne[key], tokens[key]) if key in borne else result)
+    return msgspec.structs.replace(
+        report,
+        # of all sites, idle ones too
+        overall=priced(report.overall, sum(costs.values()) * hours, sum(tokens.values())),
+        groups=tuple(groups),
+        hourly_costs=dict(sorted(costs.items())),
+    )
 
 
 def _report(found: Sequence[Row[Any]], wasted: Sequence[Row[Any]], since_s: float, by: tuple[str, ...]) -> Report:

@@ -4,13 +4,14 @@ import argparse
 import csv
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenfleet.cli import _database
-from tokenfleet.cli._errors import UsageError
+from tokenfleet.cli._errors import CommandError, UsageError
 
 if TYPE_CHECKING:
-    from tokenfleet.accountant.report import Report, Result
+    from tokenfleet.accountant.report import Course, Report, Result
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -31,7 +32,8 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--csv", action="store_true", help="print one line a group")
-    _database.add_options(parser)
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots (needs matplotlib)")
+    _database.add_options(parser, fleet=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,12 +49,18 @@ def run(args: argparse.Namespace) -> int:
     if len(set(by)) < len(by):
         raise UsageError("--by names something twice")
     settings = _database.settings(args)
+    # prices are a convenience: without a fleet file there are none, but a file that was named must be there
+    known = bool(args.fleet) or Path(settings.fleet).is_file()
+    costs = report.hourly_costs(_database.load_fleet(settings.fleet)) if known else {}
 
-    async def job() -> "Report":
+    async def job() -> "tuple[Report, Course | None]":
         async with _database.checked_engine(settings.postgres_url) as engine:
-            return await report.goodput(engine, since_s=since_s, by=by)
+            found = await report.goodput(engine, since_s=since_s, by=by, costs=costs)
+            return found, await report.course(engine, since_s=since_s) if args.html else None
 
-    found = _database.work(job())
+    found, course = _database.work(job())
+    if course is not None:
+        _write_page(args.html, found, course)
     if args.json:
         print(msgspec.json.encode(found).decode())
     elif args.csv:
@@ -60,6 +68,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_table(found)
     return 0
+
+
+def _write_page(path: Path, found: "Report", course: "Course") -> None:
+    try:
+        from tokenfleet.cli._goodput_page import render
+
+        path.write_text(render(found, course), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--html needs {error.name}: pip install 'tokenfleet[replay]'") from None
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
 
 
 def span_s(word: str) -> float:
@@ -77,7 +96,9 @@ _RATES = ("output_tokens_per_s", "goodput_tokens_per_s", "compliance", "complian
 def _print_csv(found: "Report") -> None:
     out = csv.writer(sys.stdout, lineterminator="\n")
     quantiles = [(field, name) for field in ("ttft_ms", "tpot_ms") for name in ("p50", "p95", "p99")]
-    out.writerow([*found.by, *_COLUMNS, *_RATES, "wasted_tokens", *(f"{field}_{name}" for field, name in quantiles)])
+    costs = ("cost", "cost_per_million_compliant_tokens") if found.hourly_costs else ()
+    times = [f"{field}_{name}" for field, name in quantiles]
+    out.writerow([*found.by, *_COLUMNS, *_RATES, "wasted_tokens", *times, *costs])
     for result in found.groups or (found.overall,):
         out.writerow(
             [
@@ -86,6 +107,7 @@ def _print_csv(found: "Report") -> None:
                 *(getattr(result, name) for name in _RATES),
                 sum(result.wasted_tokens.values()),
                 *(getattr(result, field)[name] for field, name in quantiles),
+                *(getattr(result, name) for name in costs),
             ]
         )
 
@@ -95,11 +117,16 @@ def _print_table(found: "Report") -> None:
         *(name.upper() for name in found.by or ("",)), "OFFERED", "COMPLETED", "REFUSED", "CANCELLED", "FAILED",
         "COMPLIANT", "TOKENS", "GOODPUT t/s", "OUTPUT t/s", "WASTED", "TTFT p50", "TTFT p99", "TPOT p50",
     ]  # fmt: skip
+    if found.hourly_costs:
+        head.append("COST/M")
     rows = [head]
     for result in (*found.groups, found.overall):
         together = not result.group
         names = ["all", *[""] * (len(found.by) - 1)] if together else [result.group[n] or "-" for n in found.by]
         rows.append([*names, *_cells(result)])
+        if found.hourly_costs:
+            each = result.cost_per_million_compliant_tokens
+            rows[-1].append("-" if each is None else f"{each:.3f}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     labels = len(found.by) or 1
     for row in rows:
@@ -108,6 +135,8 @@ def _print_table(found: "Report") -> None:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
+    if found.hourly_costs:
+        print(f"COST/M: per million compliant tokens, of {', '.join(found.hourly_costs)}")
     if found.overall.compliance_estimated:
         print("~ part of the offered tokens was never delivered and is estimated by the median of its class and model")
 
