@@ -363,6 +363,36 @@ async def test_a_gateways_outbox_outlives_an_outage_of_the_bus(
     await equals_oracle(database_url, truth)
 
 
+async def test_a_full_stream_loses_no_outcome(nats_server: NatsServer, database_url: str) -> None:
+    """B06: the stream of outcomes is full and refuses. The gateway keeps what was refused until there is room again."""
+    rng = random.Random(31)
+    truth = requests(rng, "r", 300)
+    async with (
+        service(nats_server.url, database_url, name="gateway") as gateway,
+        accountant(nats_server.url, database_url, "one"),
+    ):
+        stream = gateway.bus.js
+        config = (await stream.stream_info("TF_OUTCOME")).config
+        size = config.max_bytes
+        config.max_bytes = 100_000
+        await stream.update_stream(config)
+        for event in truth:
+            gateway.bus.outbox.put(event)
+
+        async def refused() -> bool:
+            return gateway.bus.outbox.retried > 0
+
+        await until(refused, what="a refusal")
+        await asyncio.sleep(1)
+        pending = gateway.bus.outbox.pending
+        assert 0 < pending < len(truth)
+        config.max_bytes = size
+        await stream.update_stream(config)
+        await asyncio.wait_for(gateway.bus.outbox.drained(), 30)
+        await drained(nats_server.url)
+    await equals_oracle(database_url, truth)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=soak)])
 async def test_a_locked_ledger_holds_up_nobody_and_takes_no_connections(

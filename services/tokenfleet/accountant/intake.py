@@ -120,6 +120,8 @@ class Intake:
 
     async def _wait(self, deadline_s: float, *, wanted: int = 1) -> bool:
         """Wait until so many events are here, or something else happened; False when the time is up."""
+        if len(self._arrived) >= wanted:
+            return True
         self._news.clear()
         self._wanted = wanted
         try:

@@ -27,7 +27,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         "explain",
         help="the road of one request, with reasons",
         description="What every service decided about a request and why. The streams remember about two hours, the "
-        "ledger for ever.",
+        "ledger as long as 'tokenfleet db retain' lets it.",
     )
     parser.add_argument("request", metavar="REQUEST", help="its id (the answer's header x-request-id)")
     parser.add_argument(

@@ -168,6 +168,8 @@ def test_a_killed_gateways_requests_are_closed_after_six_silent_seconds() -> Non
     assert (first.request_id, first.attempt, first.outcome, first.final) == ("r1", 1, "owner_lost", True)
     assert (first.served_site, first.instance, first.booking) == ("b", "b1", "r1:booking")
     assert (first.reason, first.times.ttft_ms, first.term) == ("gateway_silent", 120.0, 7)
+    # a fact of the request, by whose day the ledger keeps its rows apart
+    assert first.received_unix_ms == int(T0)
     assert first.ask is None
     # nobody ever saw the other one dispatched
     assert (second.request_id, second.attempt, second.booking, second.served_site) == ("r2", 0, "", "")
