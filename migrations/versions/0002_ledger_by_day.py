@@ -8,8 +8,9 @@ request: its gateway takes it once, every outcome of the request repeats it, and
 it. So (request_id, attempt, received_day) is as unique as (request_id, attempt), and one row a request is final.
 
 Existing rows are copied in one transaction that holds the table: stop the accountants (outcomes wait on the bus), or
-let them retry. It needs room for a second copy of the table until it commits. Days outside of the last 400 and the
-next 3 go to `attempts_default`, as do all rows for whose day no partition exists.
+let them retry. 300,000 rows took 8 s on a busy machine of two cores, and as long on the way back. It needs room for a
+second copy of the table until it commits. Days outside of the last 400 and the next 3 go to `attempts_default`, as do
+all rows for whose day no partition exists.
 
 Going back copies the rows into one table again, with the same lock: `alembic downgrade 0001` with
 TOKENFLEET_POSTGRES_URL, all services of this version stopped first. Days that were dropped stay dropped.

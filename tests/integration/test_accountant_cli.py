@@ -313,6 +313,17 @@ async def test_views_say_what_the_report_says(database_url: str) -> None:
         requests = await connection.fetch("SELECT outcome, attempts, instances FROM ledger_requests")
         assert (len(requests), sum(one["attempts"] for one in requests)) == (60, len(rows))
         assert all(one["attempts"] == len(one["instances"]) for one in requests)
+        # the function says the same of the same stretch
+        whole = "goodput_windows('-infinity', 'infinity', '1 minute')"
+        assert await connection.fetch(f"SELECT * FROM {whole} ORDER BY 1, 2, 3, 4, 5") == await connection.fetch(
+            "SELECT * FROM goodput_minutes ORDER BY 1, 2, 3, 4, 5"
+        )
+        tens = "goodput_windows(now() - interval '10 minutes', now(), '10 seconds')"
+        some = await connection.fetchrow(
+            f"SELECT sum(offered)::int, (SELECT count(*)::int FROM attempts WHERE final AND finished_at <= now() "
+            f"AND finished_at > now() - interval '10 minutes') FROM {tens}"
+        )
+        assert 0 < some[0] == some[1] < 60
         # the end of a minute belongs to it, as in the windows
         edge = await connection.fetchval(
             "SELECT count(*) FROM goodput_minutes WHERE minute_end <= (SELECT min(finished_at) FROM attempts) "

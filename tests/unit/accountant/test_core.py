@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tokenfleet.accountant.core import Accountant
+from tokenfleet.accountant.settings import AccountantSettings
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.fleet import parse
 from tokenfleet_schemas.event import Event
@@ -337,6 +338,20 @@ def test_a_checkpoint_carries_everything() -> None:
     assert [event.request_id for event in again.lost] == ["open"]
     with pytest.raises(ValueError, match="not a checkpoint"):
         again.core.restore(b"\x00")
+
+
+def test_a_busy_fleet_does_not_fill_the_memory() -> None:
+    """Thousands of outcomes a second: what is remembered against repeats is bounded by number too, newest kept."""
+    core = Accountant(FLEET, AccountantSettings(remembered_max=500))
+    event = World().finish("template")
+    values = {name: getattr(event, name) for name in event.__struct_fields__}
+    for number in range(5_000):
+        core.handle(OutcomeFinished(**(values | {"request_id": f"r{number}"})), T0 + number)
+        if number % 100 == 0:
+            list(core.wake(T0 + number))
+    assert len(core.state.counted) <= 600
+    assert len(core.state.closed) <= 600
+    assert "r4999" in core.state.closed
 
 
 def test_hours_of_history_leave_only_what_matters() -> None:
