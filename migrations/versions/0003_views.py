@@ -84,7 +84,7 @@ _VIEWS = {
             min(tenant) AS tenant,
             min(service_class) AS service_class,
             min(model_asked) AS model_asked,
-            min(received_at) AS received_at,
+            received_at,
             max(finished_at) AS finished_at,
             max(outcome) FILTER (WHERE final) AS outcome,
             bool_or(compliant) AS compliant,
@@ -94,7 +94,7 @@ _VIEWS = {
             coalesce(sum(output_tokens) FILTER (WHERE final), 0)::bigint AS output_tokens,
             sum(wasted_tokens)::bigint AS wasted_tokens
         FROM attempts
-        GROUP BY request_id, received_day
+        GROUP BY request_id, received_at
     """,
     "ledger_contradictions": """
         SELECT request_id, count(*) AS rows, count(*) FILTER (WHERE final) AS finals,

@@ -24,9 +24,7 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     Boolean,
-    CheckConstraint,
     Column,
-    Date,
     DateTime,
     Double,
     Identity,
@@ -163,16 +161,14 @@ attempts = Table(
     Column("gateway_incarnation", Text, nullable=False),
     Column("event_id", Text, nullable=False),
     Column("recorded_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
-    #: UTC day of `received_at`: the same in all rows of a request, so keys with it are as unique as without
-    Column("received_day", Date, nullable=False),
-    PrimaryKeyConstraint("request_id", "attempt", "received_day", name="attempts_pkey"),
-    CheckConstraint("received_day = (received_at AT TIME ZONE 'UTC')::date", name="attempts_received_day_is_utc"),
-    postgresql_partition_by="RANGE (received_day)",
+    # received_at is the same in all rows of a request, so keys with it are as unique as without
+    PrimaryKeyConstraint("request_id", "attempt", "received_at", name="attempts_pkey"),
+    postgresql_partition_by="RANGE (received_at)",
 )
 Index(
     "attempts_one_final",
     attempts.c.request_id,
-    attempts.c.received_day,
+    attempts.c.received_at,
     unique=True,
     postgresql_where=attempts.c.final,
 )

@@ -116,12 +116,15 @@ async def _make(engine: AsyncEngine, day: datetime.date) -> bool:
         await connection.execute(text(f"CREATE TABLE {name} (LIKE attempts INCLUDING DEFAULTS INCLUDING CONSTRAINTS)"))
         await connection.execute(
             text(
-                f"WITH moved AS (DELETE FROM {DEFAULT} WHERE received_day = DATE '{day}' RETURNING *) "
-                f"INSERT INTO {name} SELECT * FROM moved"
+                f"WITH moved AS (DELETE FROM {DEFAULT} WHERE received_at >= '{day} 00:00+00'"
+                f" AND received_at < '{until} 00:00+00' RETURNING *) INSERT INTO {name} SELECT * FROM moved"
             )
         )
         await connection.execute(
-            text(f"ALTER TABLE attempts ATTACH PARTITION {name} FOR VALUES FROM ('{day}') TO ('{until}')")
+            text(
+                f"ALTER TABLE attempts ATTACH PARTITION {name}"
+                f" FOR VALUES FROM ('{day} 00:00+00') TO ('{until} 00:00+00')"
+            )
         )
     return True
 
@@ -136,6 +139,6 @@ async def _retain(engine: AsyncEngine, keep_days: int, dry_run: bool) -> Retaine
                 await connection.execute(text(f"DROP TABLE IF EXISTS {day.name}"))
     verb = "SELECT count(*) FROM" if dry_run else "DELETE FROM"
     async with engine.begin() as connection:
-        done = await connection.execute(text(f"{verb} {DEFAULT} WHERE received_day < DATE '{first_day}'"))
+        done = await connection.execute(text(f"{verb} {DEFAULT} WHERE received_at < '{first_day} 00:00+00'"))
         rows = int(done.scalar_one()) if dry_run else done.rowcount
     return Retained(first_day=first_day, dropped=tuple(day.name for day in old), deleted_rows=rows)

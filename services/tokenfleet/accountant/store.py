@@ -3,8 +3,9 @@
 Decides what a row holds, what happens when an attempt is already there, and which failures are the event's own fault.
 Refuses to know where events come from and when they are acknowledged.
 
-Exactly once is the unique key (request_id, attempt), in the partition of the request's day, which is a fact of the
-request: however often, in whatever order and by however many writers an event is written, the first row stays. Only
+Exactly once is the unique key (request_id, attempt) with the time of receipt, by whose day rows are partitioned and
+which is one for all rows of a request: however often, in whatever order and by however many writers an event is
+written, the first row stays. Only
 `owner_lost`, which was a guess, gives way to the truth: to a row of the same attempt, or to a final row of the same
 request; and it is not written where a final row is. Rows go in sorted by key in one statement, so that two writers
 wait for each other in the same order instead of deadlocking.
@@ -15,7 +16,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import ColumnElement, Date, Text, any_, delete, func, literal, select, text
+from sqlalchemy import ColumnElement, DateTime, Text, any_, delete, func, literal, select, text
 from sqlalchemy.dialects.postgresql import ARRAY, insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -205,9 +206,8 @@ _COLUMNS = Row.__struct_fields__
 #: one parameter, whatever the number of rows: no statement is compiled twice
 _INSERT = text(
     f"""
-    INSERT INTO attempts ({", ".join(_COLUMNS)}, received_day)
-    SELECT {", ".join(_COLUMNS)}, (received_at AT TIME ZONE 'UTC')::date
-    FROM json_populate_recordset(NULL::attempts, CAST(:rows AS json))
+    INSERT INTO attempts ({", ".join(_COLUMNS)})
+    SELECT {", ".join(_COLUMNS)} FROM json_populate_recordset(NULL::attempts, CAST(:rows AS json))
     ORDER BY request_id, attempt
     ON CONFLICT DO NOTHING
     RETURNING request_id, attempt
@@ -322,12 +322,12 @@ async def _drop_guesses(connection: AsyncConnection, refused: dict[tuple[str, in
 
 
 def _of_requests(rows: dict[tuple[str, int], Row]) -> tuple[ColumnElement[bool], ...]:
-    """All rows of these requests; the days let Postgres look into their partitions only."""
+    """All rows of these requests; the times of receipt let Postgres look into their partitions only."""
     requests = sorted({row.request_id for row in rows.values()})
-    days = sorted({row.received_at.date() for row in rows.values()})
+    received = sorted({row.received_at for row in rows.values()})
     return (
         attempts.c.request_id == any_(literal(requests, ARRAY(Text))),
-        attempts.c.received_day == any_(literal(days, ARRAY(Date))),
+        attempts.c.received_at == any_(literal(received, ARRAY(DateTime(timezone=True)))),
     )
 
 
