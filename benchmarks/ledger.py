@@ -247,7 +247,7 @@ async def copy(at: Servers, events: list[OutcomeFinished], batch: int) -> dict[s
     records = [tuple(getattr(store.row_of(event, medians), name) for name in names) for event in events]
     connection = await asyncpg.connect(at.postgres.url)
     await connection.execute("CREATE TABLE copied (LIKE attempts)")
-    await connection.execute("ALTER TABLE copied ALTER received_day DROP NOT NULL, ALTER recorded_at DROP NOT NULL")
+    await connection.execute("ALTER TABLE copied ALTER recorded_at DROP NOT NULL")
     await connection.execute("ALTER TABLE copied ADD PRIMARY KEY (request_id, attempt)")
     await connection.execute("CREATE UNIQUE INDEX ON copied (request_id) WHERE final")
     await connection.execute("CREATE INDEX ON copied (finished_at)")
