@@ -138,6 +138,8 @@ class Tenant(Table, frozen=True, kw_only=True):
     max_concurrent: int = 0
     #: tokens (input + output budget) reserved per minute; 0: no limit
     tokens_per_minute: int = 0
+    #: its part of a class's work against that of other tenants that wait too
+    weight: float = 1.0
     #: share prefix caches with other tenants that also say so
     share_prefix: bool = False
 
@@ -311,6 +313,7 @@ def _check(raw: _File) -> Fleet:
         for zone in tenant.zones:
             expect(zone == "*" or zone in zones, f"{where}.zones: no site is in zone {zone!r}")
         expect(bool(tenant.classes), f"{where}.classes: at least one is needed")
+        expect(tenant.weight > 0, f"{where}.weight must be positive: no tenant may starve")
         for cls_name in tenant.classes:
             expect(cls_name in raw.classes, f"{where}.classes: unknown class {cls_name!r}")
         if tenant.default_class:

@@ -8,7 +8,7 @@ from heapq import heappush
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.fleet import Fleet
 from tokenfleet.offices import Offices
-from tokenfleet.slomax import policy
+from tokenfleet.slomax import fairness
 from tokenfleet.slomax.state import INFINITY, Held, State
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.placement import PlacementRefused
@@ -34,7 +34,7 @@ class Desk:
         held = self._find_held(request_id)
         if held is not None:
             if held.released:
-                policy.take_back(self.state.pools[self.state.where[request_id]], held.released)
+                fairness.take_back(self.state.pools[self.state.where[request_id]], held.released)
             self.state.unhold(request_id)
 
     def _refused(self, message: PlacementRefused, now_ms: float) -> None:

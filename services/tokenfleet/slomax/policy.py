@@ -1,28 +1,30 @@
 """SLOMax's rule of order: who goes next into offered room.
 
-Decides on values it is given and returns its reasons. Between classes: each has a guaranteed share of released work,
-kept as a deficit (Shreedhar and Varghese, deficit round robin, 1995) in estimated work; a class that has earned its
-next request goes first, else the lowest tier borrows what nobody earned, so nothing idles and nobody starves. Within
-a class: feasible earliest deadline first (plain EDF collapses once overload persists; relegation as in Niyama,
-arXiv:2503.22562). Refuses to know how the answers travel.
+Decides on values it is given and returns its reasons. First a class that is owed its floor, so that nobody starves;
+then, earliest deadline first, as many of the backlog as can be on time, where what takes more than its share, or is of
+a lower tier, gives way; then what is late anyway, shortest first (plain EDF collapses once overload persists;
+relegation as in Niyama, arXiv:2503.22562). The room never stays empty while anything fits. Refuses to know how the
+answers travel and how shares come about (`fairness`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from typing import Protocol
 
 import msgspec
 
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax.state import Held, Pool, Release, Room, Tried
+from tokenfleet.slomax import fairness
+from tokenfleet.slomax.state import INFINITY, Held, Pool, Room, Tried
 
-#: bound of what a class may be owed, prompt-token equivalents; dearer requests are earned at this price
-CREDIT_MAX = 65_536.0
 #: so often may smaller requests pass a head that needs an idle instance; then its home instance is left to drain
 BYPASS_MAX = 4
 #: a release that found too little room is not tried again for the same room within this time
 TRIED_MS = 1_000.0
 #: requests of a class that are looked at for one offer
 LOOK_MAX = 64
+#: part of a prefill's estimate that a deadline must leave beside it
+MARGIN = 0.1
 
 
 class Level(msgspec.Struct):
@@ -72,7 +74,7 @@ class Choice(msgspec.Struct, frozen=True):
     """Who goes next, or why nobody does."""
 
     held: Held | None
-    #: `earned`, `borrowed`, `fifo`; of an empty choice `nothing_held`, `nothing_fits`, `reserved`
+    #: `floor`, `deadline`, `spare`, `fifo`; of an empty choice `nothing_held`, `nothing_fits`, `reserved`
     reason: str
 
 
@@ -83,26 +85,107 @@ class Chooser(Protocol):
 
 
 def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) -> Choice:
-    """The hold that should fill this room. Counts how often a head that does not fit was passed."""
+    """The hold that should fill this room. Counts how often one that does not fit was passed."""
     if fleet.policy.admission == "none":
         waiting = [held for held in pool.held.values() if not held.released and fits(held, instance, room, now_ms)]
         first = min(waiting, key=lambda held: (held.received_unix_ms, held.request_id), default=None)
         return Choice(first, "fifo" if first is not None else _empty(pool))
-    passed: list[Held] = []
-    for name, earned in _class_order(fleet, pool, now_ms):
-        head: Held | None = None
-        for held in _in_order(pool, name, now_ms):
-            if head is None:
-                head = held
-            if fits(held, instance, room, now_ms):
-                for one in passed if held is head else [*passed, head]:
-                    one.bypassed += one.home_instance == instance
-                return Choice(held, "earned" if earned else "borrowed")
-            if held is head and _waits_for_idle(head, instance, room):
+    if not any(fits(held, instance, room, now_ms) for held in pool.held.values() if not held.released):
+        large = any(_waits_for_idle(held, instance, room) for held in pool.held.values() if not held.released)
+        return Choice(None, "reserved" if large else _empty(pool))
+    passed: dict[str, Held] = {}
+    for held, reason in order(fleet, pool, now_ms):
+        if fits(held, instance, room, now_ms):
+            for one in passed.values():
+                one.bypassed += one.home_instance == instance
+            return Choice(held, reason)
+        if held.service_class not in passed:
+            passed[held.service_class] = held
+            if _waits_for_idle(held, instance, room):
                 return Choice(None, "reserved")
-        if head is not None:
-            passed.append(head)
     return Choice(None, _empty(pool))
+
+
+def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]:
+    """Everything that waits in a pool in the order of service, with the reason of its place.
+
+    `floor`: its class is owed its floor. `deadline`: earliest deadline first among those that can all be on time.
+    `spare`: those that cannot, and those without a deadline, by tier.
+    """
+    timely, late = _queues(pool, now_ms)
+    heads: list[tuple[float, Held]] = []
+    for name, queue in pool.queues.items():
+        first = next((held for held in (*timely, *late) if held.service_class == name), None) if queue else None
+        if first is not None and fairness.owed(pool, name, first.cost_ms):
+            heads.append((-pool.credit[fairness.floor_key(name)], first))
+    heads.sort(key=lambda entry: (entry[0], entry[1].request_id))
+    yield from ((held, "floor") for _, held in heads)
+    owed = {held.request_id for _, held in heads}
+    kept = keep(fleet, pool, timely, now_ms)
+    yield from ((held, "deadline") for held in kept.values() if held.request_id not in owed)
+
+    def spare(held: Held) -> tuple[int, bool, float, str]:
+        hopeless = held.late
+        return (_tier(fleet, held), hopeless, held.own_ms if hopeless else held.deadline_ms, held.request_id)
+
+    rest = [held for held in (*timely, *late) if held.request_id not in kept and held.request_id not in owed]
+    yield from ((held, "spare") for held in sorted(rest, key=spare))
+
+
+def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dict[str, Held]:
+    """Those of a backlog, in deadline order, that can all be on time at the pool's pace.
+
+    Moore's algorithm (1968), which keeps the most jobs on time: go through the deadlines, and whenever one would be
+    missed give up the one that costs most. Given up first is here what has taken more than its share (its class's, then
+    its tenant's), then the lower tier, then what takes most prefill per output token. Nobody is given up for good: the
+    backlog is looked at anew for every room.
+    """
+    factor = pool.pace.factor(len(pool.rooms))
+    at_ms = now_ms
+    kept: dict[str, Held] = {}
+    heap: list[tuple[bool, bool, int, float, str]] = []
+    for held in timely:
+        if held.deadline_ms == INFINITY:
+            break  # sorted by deadline: these and those behind them are nobody's hurry
+        kept[held.request_id] = held
+        at_ms += factor * held.own_ms
+        mine = fairness.tenant_key(held.service_class, held.tenant)
+        heappush(
+            heap,
+            (
+                not fairness.overdrawn(pool, held.service_class, held.cost_ms),
+                not fairness.overdrawn(pool, mine, held.cost_ms),
+                -_tier(fleet, held),
+                -held.own_ms / max(1, held.work.decode_tokens),
+                held.request_id,
+            ),
+        )
+        while heap and at_ms + MARGIN * held.own_ms > held.deadline_ms:
+            given_up = kept.pop(heappop(heap)[-1])
+            at_ms -= factor * given_up.own_ms
+            if given_up is held:
+                break
+    return kept
+
+
+def _queues(pool: Pool, now_ms: float) -> tuple[list[Held], list[Held]]:
+    """What waits for a release: those that can make their deadlines, in that order, and those that cannot."""
+    timely: list[Held] = []
+    late: list[Held] = []
+    for queue in pool.queues.values():
+        for held in [pool.held[entry[-1]] for entry in queue.timely[:LOOK_MAX]]:
+            if now_ms > held.latest_start_ms:
+                pool.relegate(held)
+            elif not held.released:
+                timely.append(held)
+        late += [pool.held[entry[-1]] for entry in queue.late[:LOOK_MAX] if not pool.held[entry[-1]].released]
+    timely.sort(key=Held.key)
+    return timely, late
+
+
+def _tier(fleet: Fleet, held: Held) -> int:
+    cls = fleet.classes.get(held.service_class)
+    return cls.tier if cls is not None else 1_000_000  # a class that a reload removed still drains
 
 
 def _empty(pool: Pool) -> str:
@@ -110,85 +193,5 @@ def _empty(pool: Pool) -> str:
 
 
 def _waits_for_idle(head: Held, instance: str, room: Level) -> bool:
-    """A head that only an idle instance can take and that was passed often enough: let its home run dry for it."""
+    """One that only an idle instance can take and that was passed often enough: let its home run dry for it."""
     return head.home_instance == instance and head.bypassed >= BYPASS_MAX and head.work.kv_tokens <= room.kv_tokens
-
-
-def _class_order(fleet: Fleet, pool: Pool, now_ms: float) -> list[tuple[str, bool]]:
-    """Classes with something to release, those that have earned their head's work first."""
-    earned: list[tuple[float, int, str]] = []
-    rest: list[tuple[int, float, str]] = []
-    for name in list(pool.queues):
-        head = next(_in_order(pool, name, now_ms), None)
-        if head is None:
-            continue
-        cls = fleet.classes.get(name)
-        tier = cls.tier if cls is not None else 1_000_000  # a class that a reload removed still drains
-        credit = pool.credit.get(name, 0.0)
-        if credit >= min(head.cost, CREDIT_MAX):
-            earned.append((-credit, tier, name))
-        else:
-            rest.append((tier, -credit, name))
-    return [(name, True) for _, _, name in sorted(earned)] + [(name, False) for _, _, name in sorted(rest)]
-
-
-def _in_order(pool: Pool, name: str, now_ms: float) -> Iterator[Held]:
-    """Unreleased holds of a class in the order of service; relegates those found to be too late."""
-    queue = pool.queues.get(name)
-    if queue is None:
-        return
-    seen = [pool.held[entry[-1]] for entry in queue.timely[:LOOK_MAX]]
-    for held in seen:
-        if now_ms > held.latest_start_ms:
-            pool.relegate(held)
-        elif not held.released:
-            yield held
-    for entry in queue.late[:LOOK_MAX]:
-        held = pool.held[entry[-1]]
-        if not held.released:
-            yield held
-
-
-def charges(fleet: Fleet, pool: Pool, held: Held) -> dict[str, float]:
-    """How a release changes every backlogged class's credit: each earns its share of the work, one pays it."""
-    shares = {name: fleet.classes[name].share if name in fleet.classes else 0.01 for name in pool.queues}
-    shares.setdefault(held.service_class, 0.01)
-    total = sum(shares.values())
-    changes = {name: held.cost * share / total for name, share in shares.items()}
-    changes[held.service_class] -= held.cost
-    return changes
-
-
-def settle(pool: Pool, changes: dict[str, float], sign: float = 1.0) -> None:
-    """Apply charges (or with -1 take them back) to the classes that are still backlogged."""
-    for name, change in changes.items():
-        if name in pool.queues:
-            pool.credit[name] = min(CREDIT_MAX, max(-CREDIT_MAX, pool.credit.get(name, 0.0) + sign * change))
-
-
-def release(fleet: Fleet, pool: Pool, held: Held, instance: str, number: int, now_ms: float) -> None:
-    """Book a release in the pool: its number, the room it takes, the work it costs its class."""
-    changes = charges(fleet, pool, held)
-    settle(pool, changes)
-    pool.number = max(pool.number, number)
-    pool.releases[number] = Release(held.request_id, instance, held.work, now_ms, changes, held.service_class)
-    pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost
-    pool.changed = True
-    held.released = number
-
-
-def take_back(pool: Pool, number: int) -> Release | None:
-    """A release came to nothing: its room and its cost are given back."""
-    found = pool.releases.pop(number, None)
-    if found is not None:
-        settle(pool, found.charges, -1.0)
-        cost = max(1.0, found.work.prefill_tokens + 2.0 * found.work.decode_tokens)
-        pool.used[found.service_class] = max(0.0, pool.used.get(found.service_class, 0.0) - cost)
-    return found
-
-
-def share_of(fleet: Fleet, name: str) -> float:
-    """A class's guaranteed part of every pool when all classes are backlogged, 0..1."""
-    total = sum(cls.share for cls in fleet.classes.values())
-    cls = fleet.classes.get(name)
-    return 0.0 if cls is None else cls.share / total

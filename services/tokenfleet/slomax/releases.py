@@ -5,7 +5,7 @@ Who goes next is `policy.choose`'s; refuses to know instances beyond the room th
 
 from tokenfleet.effects import Note
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax import gate, policy
+from tokenfleet.slomax import fairness, gate, policy
 from tokenfleet.slomax.desk import Desk
 from tokenfleet.slomax.state import INFINITY, Held, Pool, PoolKey, Room, Tried
 from tokenfleet_schemas.placement import (
@@ -116,7 +116,7 @@ class Releases(Desk):
         if message.after_release and message.after_release != known.released:
             held.released = known.released  # answers an older release than the one under way
             return
-        release = policy.take_back(pool, known.released)
+        release = fairness.take_back(pool, known.released)
         room = pool.rooms.get(release.instance) if release is not None else None
         if release is None or room is None:
             return
@@ -135,7 +135,7 @@ class Releases(Desk):
         held = pool.held.get(message.request_id)
         pool.number = message.number
         if held is not None and not held.released:
-            policy.release(self.fleet, pool, held, message.instance, message.number, now_ms)
+            fairness.release(self.fleet, pool, held, message.instance, message.number, now_ms)
 
     def _assigned(self, message: PlacementAssigned, now_ms: float) -> None:
         rid = message.request_id
@@ -152,9 +152,9 @@ class Releases(Desk):
             if release is not None and release.instance != message.instance:
                 del pool.releases[held.released]  # it went elsewhere: the room it was meant for is still there
         else:
-            changes = policy.charges(self.fleet, pool, held)  # TokenPilot filled the room itself: same price
-            policy.settle(pool, changes)
-            pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost
+            changes = fairness.charges(self.fleet, pool, held)  # TokenPilot filled the room itself: same price
+            fairness.settle(pool, changes)
+            pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost_ms
         self.state.unhold(rid)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> None:
@@ -223,7 +223,7 @@ class Releases(Desk):
     def _release(self, key: PoolKey, instance: str, held: Held, reason: str, term: int, now_ms: float) -> None:
         pool = self.state.pools[key]
         number = pool.number + 1
-        policy.release(self.fleet, pool, held, instance, number, now_ms)
+        fairness.release(self.fleet, pool, held, instance, number, now_ms)
         self._arm("release", now_ms + RELEASE_MS, held.request_id)
         self._publish(
             PlacementReleased(
@@ -258,7 +258,7 @@ class Releases(Desk):
                     continue
                 held = pool.held.get(request_id)
                 if held is not None and held.released == number:
-                    policy.take_back(pool, number)
+                    fairness.take_back(pool, number)
                     held.released = 0
                 else:
                     del pool.releases[number]

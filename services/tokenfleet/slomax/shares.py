@@ -3,7 +3,7 @@
 Says `admission.shared`; refuses to know single requests.
 """
 
-from tokenfleet.slomax import policy
+from tokenfleet.slomax import fairness
 from tokenfleet.slomax.desk import Desk
 from tokenfleet_schemas.admission import AdmissionShared, Share
 
@@ -19,8 +19,7 @@ class Shares(Desk):
                 continue
             total = sum(pool.used.values())
             shares = []
-            for name in self.fleet.classes:
-                share = policy.share_of(self.fleet, name)
+            for name, share in fairness.shares_of(self.fleet, pool).items():
                 used = pool.used.get(name, 0.0) / total if total else 0.0
                 cause = "configured" if not total else "borrowed" if used > share else "lent"
                 shares.append(Share(service_class=name, share=share, used=used, held=pool.count(name), cause=cause))
