@@ -51,6 +51,8 @@ class Policy(Table, frozen=True, kw_only=True):
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid
     admission: Literal["pools", "none"] = "pools"
+    #: SLOMax. `on` moves the classes' shares by what the accountant measures; `off` keeps them as configured
+    feedback: Literal["on", "off"] = "on"
 
 
 class Instance(Table, frozen=True, kw_only=True):
@@ -120,6 +122,8 @@ class ServiceClass(Table, frozen=True, kw_only=True):
     patience_ms: float = 30_000
     #: guaranteed share of a pool's released work, relative to the other classes
     share: float = 1.0
+    #: part of its requests that should keep their objectives: who falls behind it gains share from who is above
+    target: float = 0.95
     #: refused at once at saturation instead of held
     sheddable: bool = False
     #: holds per (site, model version) beyond which newcomers of the class are refused
@@ -303,6 +307,7 @@ def _check(raw: _File) -> Fleet:
     for name, cls in raw.classes.items():
         expect(0 < cls.patience_ms <= 300_000, f"classes.{name}.patience_ms must be in (0, 300000]")
         expect(cls.share > 0, f"classes.{name}.share must be positive: no class may starve")
+        expect(0 < cls.target <= 1, f"classes.{name}.target must be in (0, 1]")
         for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
             value = getattr(cls, key)
             expect(value is None or value > 0, f"classes.{name}.{key} must be positive")

@@ -8,9 +8,9 @@ import msgspec
 
 from tokenfleet.effects import Note
 from tokenfleet.eligibility import allowed_ready_sites, hop_timeout_ms, no_site_reason, permitted_sites
-from tokenfleet.slomax import gate
+from tokenfleet.slomax import fairness, gate
 from tokenfleet.slomax.desk import Desk
-from tokenfleet.slomax.state import INFINITY, Account, Open
+from tokenfleet.slomax.state import DECODE_WEIGHT, INFINITY, Account, Open, Tempo
 from tokenfleet_schemas.admission import AdmissionDecided
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.lease import GatewayLeased
@@ -225,6 +225,7 @@ class Admission(Desk):
     def _finished(self, message: OutcomeFinished, now_ms: float) -> None:
         rid = message.request_id
         held = self._find_held(rid)
+        self._debit(message)
         if message.final:
             tokens = 0.0 if message.attempt == 0 else float(message.input_tokens + message.output_tokens)
             self._close(rid, message.gateway, message.tenant, tokens, now_ms)
@@ -238,6 +239,19 @@ class Admission(Desk):
         one.attempt, one.revision, one.tried, one.cause = message.attempt + 1, 0, [], message.id
         one.excluded = tuple(dict.fromkeys((*one.excluded, *message.excluded, message.instance)))
         self._watch(one, now_ms)
+
+    def _debit(self, message: OutcomeFinished) -> None:
+        """The tenant pays for what was computed, not for what was expected; answers teach how fast they come."""
+        if message.outcome == "completed" and message.times.tpot_ms:
+            self.state.tempos.setdefault(message.model, Tempo()).learn(message.times.tpot_ms)
+        bill = self.state.bills.pop(message.request_id, None)
+        pool = self.state.pools.get(bill.pool) if bill is not None else None
+        if bill is None or pool is None:
+            return
+        cached = message.cached_tokens
+        computed = message.input_tokens - (message.prefix_hit_tokens_predicted if cached is None else cached)
+        actual_ms = bill.token_ms * (max(0, computed) + DECODE_WEIGHT * message.output_tokens)
+        fairness.true_up(pool, bill.service_class, bill.tenant, bill.cost_ms, actual_ms)
 
     def _expire(self, rid: str, now_ms: float) -> None:
         """The gateway is gone, or has forgotten it: nobody will say the end."""

@@ -13,7 +13,7 @@ import msgspec
 
 from tokenfleet.effects import Effect, Note, WakeAt
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax import gate, policy
+from tokenfleet.slomax import fairness, gate, policy
 from tokenfleet.slomax.admission import Admission, at
 from tokenfleet.slomax.releases import RELEASE_MS, Releases
 from tokenfleet.slomax.shares import Shares
@@ -21,6 +21,7 @@ from tokenfleet.slomax.state import INFINITY, State
 from tokenfleet_schemas.admission import AdmissionDecided, AdmissionOwned, AdmissionShared
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.goodput import GoodputMeasured
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.placement import (
@@ -66,6 +67,7 @@ class SLOMax(Admission, Releases, Shares):
             CapacityReported: self._reported,
             OutcomeFinished: self._finished,
             GatewayLeased: self._leased,
+            GoodputMeasured: self._measured,
         }
 
     def handle(self, message: Event, now_ms: float) -> Iterable[Effect]:
@@ -168,10 +170,15 @@ class SLOMax(Admission, Releases, Shares):
         reserved: dict[tuple[tuple[str, str], ...], float] = {
             (("tenant", name),): float(sum(account.open.values())) for name, account in self.state.accounts.items()
         }
+        shares: dict[tuple[tuple[str, str], ...], float] = {}
+        for (site, model, version), pool in self.state.pools.items():
+            for name, share in fairness.shares_of(self.fleet, pool).items():
+                shares[("site", site), ("model", model), ("version", version), ("service_class", name)] = share
         return {
             "open_requests": {(): float(len(self.state.open))},
             "held_requests": held,
             "reserved_tokens": reserved,
+            "share": shares,
         }
 
     def _owned(self, message: AdmissionOwned, now_ms: float) -> None:
@@ -224,7 +231,7 @@ class SLOMax(Admission, Releases, Shares):
         quiet = self.state.presence.next_ms()
         if quiet < INFINITY:
             wishes.append(max(quiet, self._look_ms))
-        if any(pool.changed for pool in self.state.pools.values()):
+        if any(pool.changed for pool in self.state.pools.values()) or self.state.seen:
             wishes.append(self._shared_ms)
         if self.state.closed:
             wishes.append(self._sweep_ms)

@@ -50,6 +50,7 @@ class Desk:
         one = self.state.open.pop(rid, None)
         self.state.presence.close(rid, gateway)
         self.state.bury(rid, now_ms)
+        self.state.bills.pop(rid, None)
         account = self.state.accounts.get(one.ask.tenant if one is not None else tenant)
         if account is not None and rid in account.open:
             # The estimate goes back into the bucket, what was really used stays out.

@@ -124,9 +124,9 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
     kept = keep(fleet, pool, timely, now_ms)
     yield from ((held, "deadline") for held in kept.values() if held.request_id not in owed)
 
-    def spare(held: Held) -> tuple[int, bool, float, str]:
+    def spare(held: Held) -> tuple[bool, int, float, str]:
         hopeless = held.late
-        return (_tier(fleet, held), hopeless, held.own_ms if hopeless else held.deadline_ms, held.request_id)
+        return (hopeless, _tier(fleet, held), held.own_ms if hopeless else held.deadline_ms, held.request_id)
 
     rest = [held for held in (*timely, *late) if held.request_id not in kept and held.request_id not in owed]
     yield from ((held, "spare") for held in sorted(rest, key=spare))

@@ -7,7 +7,7 @@ from tokenfleet.effects import Note
 from tokenfleet.fleet import Fleet
 from tokenfleet.slomax import fairness, gate, policy
 from tokenfleet.slomax.desk import Desk
-from tokenfleet.slomax.state import INFINITY, Held, Pool, PoolKey, Room, Tried
+from tokenfleet.slomax.state import INFINITY, Bill, Held, Pool, PoolKey, Room, Tempo, Tried
 from tokenfleet_schemas.placement import (
     PlacementAssigned,
     PlacementDeclined,
@@ -81,8 +81,11 @@ class Releases(Desk):
             if not verdict.admitted:
                 self._refuse_held(key, held, verdict, now_ms)
                 return
-        for instance in list(pool.rooms):
-            self._fill(key, instance, now_ms)
+        for instance, room in list(pool.rooms.items()):
+            # Where a newcomer does not fit, nothing has changed for those who wait already.
+            fresh = known is None and room.answered
+            if not fresh or policy.fits(held, instance, policy.level(pool, instance, room), now_ms):
+                self._fill(key, instance, now_ms)
 
     def _new_held(self, message: PlacementHeld, known: Held | None, now_ms: float) -> Held:
         """A hold as its pool keeps it; held again at the same site, it keeps its place and what it has tried."""
@@ -99,7 +102,7 @@ class Releases(Desk):
             work=message.work,
             own_ms=message.predicted_own_ms,
             wait_ms=message.predicted_wait_ms,
-            deadline_ms=INFINITY if message.slack_ms is None else now_ms + message.slack_ms,
+            deadline_ms=self._deadline_ms(message, now_ms),
             patience_until_ms=now_ms + message.patience_left_ms,
             received_unix_ms=message.received_unix_ms,
             since_ms=now_ms,
@@ -110,6 +113,18 @@ class Releases(Desk):
             held.deadline_ms = min(held.deadline_ms, known.deadline_ms)
             held.patience_until_ms = min(held.patience_until_ms, known.patience_until_ms)
         return held
+
+    def _deadline_ms(self, message: PlacementHeld, now_ms: float) -> float:
+        """When its first token is late: for itself, or because the whole answer then is; infinity: nothing is promised.
+
+        The time that the answer takes is its expected output at the pace of the model's answers.
+        """
+        due = INFINITY if message.slack_ms is None else now_ms + message.slack_ms
+        one = self.state.open.get(message.request_id)
+        if one is not None and one.ask.e2e_ms is not None:
+            tempo = self.state.tempos.get(message.model, Tempo())
+            due = min(due, one.received_ms + one.ask.e2e_ms - message.work.decode_tokens * tempo.tpot_ms)
+        return due
 
     def _give_back(self, pool: Pool, known: Held, message: PlacementHeld, held: Held, now_ms: float) -> None:
         """A release found too little room: it took nothing, and is not repeated for as little."""
@@ -155,6 +170,8 @@ class Releases(Desk):
             changes = fairness.charges(self.fleet, pool, held)  # TokenPilot filled the room itself: same price
             fairness.settle(pool, changes)
             pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost_ms
+        key = self.state.where[rid]
+        self.state.bills[rid] = Bill(key, held.service_class, held.tenant, held.cost_ms, held.token_ms)
         self.state.unhold(rid)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> None:

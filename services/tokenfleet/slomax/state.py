@@ -167,8 +167,8 @@ class Release(msgspec.Struct):
 class Pace(msgspec.Struct):
     """How fast a pool really takes what it holds: time between releases over the prefill time that they had.
 
-    Below 1 with several instances, above it where sequences or KV are short and where answers travel far. Learned over
-    about the last twenty releases that had others waiting behind them.
+    Below 1 with several instances in parallel, above it where sequences or KV are short and where answers travel far.
+    Learned over about the last twenty releases that had others waiting behind them.
     """
 
     spent_ms: float = 0.0
@@ -188,6 +188,37 @@ class Pace(msgspec.Struct):
         """Time that the pool takes for a prefill of 1 ms, from 0.01 to 10; begins with the instances in parallel."""
         weight_ms = 1_000.0
         return min(10.0, max(0.01, (self.spent_ms + weight_ms / max(1, instances)) / (self.own_ms + weight_ms)))
+
+
+class Tempo(msgspec.Struct):
+    """Mean time per output token that a model's answers had lately, ms."""
+
+    tpot_ms: float = 50.0
+
+    def learn(self, tpot_ms: float) -> None:
+        """Take one answer into account."""
+        self.tpot_ms += 0.05 * (tpot_ms - self.tpot_ms)
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """What a released request was charged, until its end says what it cost."""
+
+    pool: PoolKey
+    service_class: str
+    tenant: str
+    cost_ms: float
+    #: GPU-time of an uncached prompt token, ms
+    token_ms: float
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The last goodput window of one class and tenant, as feedback reads it."""
+
+    end_ms: int
+    revision: int
+    offered: int
+    compliant: int
+    heard_ms: float
 
 
 class Pool(msgspec.Struct):
@@ -285,6 +316,12 @@ class State(msgspec.Struct):
     #: held request → its pool
     where: dict[str, PoolKey] = {}
     accounts: dict[str, Account] = {}
+    #: request → what it was charged when it left its pool
+    bills: dict[str, Bill] = {}
+    #: model → how fast its answers come
+    tempos: dict[str, Tempo] = {}
+    #: (model, served site or empty) → (class, tenant) → its last window
+    seen: dict[tuple[str, str], dict[tuple[str, str], Seen]] = {}
     offices: dict[str, Office] = {}
 
     def pool(self, key: PoolKey) -> Pool:
