@@ -6,7 +6,7 @@ order what was let in is served.
 
 import msgspec
 
-from tokenfleet.eligibility import allowed_ready_sites, permitted_sites, retry_after_s, zone_bound
+from tokenfleet.eligibility import allowed_ready_sites, fraction, permitted_sites, retry_after_s, zone_bound
 from tokenfleet.fleet import Fleet, Tenant
 from tokenfleet.slomax.state import Account, Held, Pool, State
 from tokenfleet_schemas.admission import REASONS
@@ -14,8 +14,11 @@ from tokenfleet_schemas.request import Ask
 
 #: reserved for output when the client sets no limit: trued up at the end, and a model's whole length would block it
 UNBOUNDED_OUTPUT_TOKENS = 1024
-#: a pool is saturated when what it holds waits so long: a queue of some milliseconds is how look-ahead works
+#: a pool is saturated when what it holds waits so long: a queue of some milliseconds is how look-ahead works.
+#: Sheddable requests begin to be refused at half of it, each at its own point: no cliff
 SATURATED_MS = 1_000.0
+#: an optimistic wait over the one that the pool's pace predicts: one in ten is shorter
+OPTIMISTIC = 0.5
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -75,28 +78,49 @@ def _quota(tenant: Tenant, account: Account | None, ask: Ask, now_ms: float) -> 
 
 
 def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
+    """Refuse for load only where nothing better is left: every allowed and ready site holds requests already."""
     sites, _ = allowed_ready_sites(fleet, state.capacity, ask, now_ms)
     pools = [state.pools.get((site, ask.model, ask.version)) for site in sites]
     busy = [pool for pool in pools if pool is not None and pool.held]
     if not sites or len(busy) < len(pools):
         return Verdict()
-    wait_ms = min(predicted_wait_ms(pool) for pool in busy)
     cls = fleet.classes[ask.service_class]
-    if cls.sheddable and all(saturated(pool, now_ms) for pool in busy):
-        return refusal(ask.request_id, "saturated", wait_ms)
+    wait_ms = min(drain_ms(fleet, pool, cls.tier) for pool in busy)
+    point_ms = SATURATED_MS * (0.5 + 0.5 * fraction(ask.request_id, "shed"))
+    if cls.sheddable and all(saturated(pool, now_ms, point_ms) for pool in busy):
+        return refusal(ask.request_id, "saturated", max(wait_ms, min(predicted_wait_ms(pool) for pool in busy)))
     if all(pool.count(ask.service_class) >= cls.max_held for pool in busy):
         return refusal(ask.request_id, "queue_full", wait_ms)
+    if OPTIMISTIC * wait_ms > ask.patience_ms and _hopeless(ask, wait_ms):
+        # It would be refused when its patience ends; said now, its client can go elsewhere.
+        return refusal(ask.request_id, "saturated", wait_ms - ask.patience_ms)
     return Verdict()
 
 
-def saturated(pool: Pool, now_ms: float) -> bool:
+def _hopeless(ask: Ask, wait_ms: float) -> bool:
+    """Whether even the optimistic wait is past every promise; without one, patience alone judges."""
+    promises = [limit for limit in (ask.ttft_ms, ask.e2e_ms) if limit is not None]
+    return not promises or OPTIMISTIC * wait_ms > min(promises)
+
+
+def drain_ms(fleet: Fleet, pool: Pool, tier: int) -> float:
+    """How long a pool takes, at its pace, for what it holds of this tier and those before it, ms."""
+    own_ms = sum(
+        queue.own_ms
+        for name, queue in pool.queues.items()
+        if name in fleet.classes and fleet.classes[name].tier <= tier
+    )
+    return own_ms * pool.pace.factor(len(pool.rooms))
+
+
+def saturated(pool: Pool, now_ms: float, point_ms: float = SATURATED_MS) -> bool:
     """Whether a pool holds more than the moment explains: its engines have no place at all, or the wait is long."""
     first = next(iter(pool.held.values()), None)
     if first is None:
         return False
-    if first.lacks in ("sequences", "kv_tokens", "instance") or now_ms - first.since_ms >= SATURATED_MS:
+    if first.lacks in ("sequences", "kv_tokens", "instance") or now_ms - first.since_ms >= point_ms:
         return True
-    return next(reversed(pool.held.values())).wait_ms >= SATURATED_MS
+    return next(reversed(pool.held.values())).wait_ms >= point_ms
 
 
 def predicted_wait_ms(pool: Pool) -> float:
@@ -111,7 +135,7 @@ def shed(fleet: Fleet, state: State, pool: Pool, held: Held, ask: Ask | None, no
     if cls is None or fleet.policy.admission == "none":
         return Verdict()
     if pool.count(held.service_class) > cls.max_held:
-        return refusal(held.request_id, "queue_full", predicted_wait_ms(pool))
+        return refusal(held.request_id, "queue_full", max(1_000.0, drain_ms(fleet, pool, cls.tier)))
     if cls.sheddable and ask is not None:
         return _load(fleet, state, ask, now_ms)
     return Verdict()
@@ -121,4 +145,6 @@ def outlived(fleet: Fleet, key: tuple[str, str, str], held: Held, pool: Pool) ->
     """The refusal of a hold whose patience ended; says so when residency is what kept it from other sites."""
     _, model, version = key
     bound = zone_bound(fleet, held.tenant, model, version)
-    return refusal(held.request_id, "residency_no_capacity" if bound else "patience", predicted_wait_ms(pool))
+    cls = fleet.classes.get(held.service_class)
+    wait_ms = predicted_wait_ms(pool) if cls is None else max(1_000.0, drain_ms(fleet, pool, cls.tier))
+    return refusal(held.request_id, "residency_no_capacity" if bound else "patience", wait_ms)

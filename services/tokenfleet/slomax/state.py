@@ -119,12 +119,16 @@ class Queue(msgspec.Struct):
     late: list[tuple[float, float, float, str]] = []
     #: tenant → how many of them are its
     tenants: dict[str, int] = {}
+    #: their prefill, ms; the queue is dropped when it is empty, so no error stays
+    own_ms: float = 0.0
 
     def add(self, held: Held) -> None:
         insort(self.late if held.late else self.timely, held.key())
         self.tenants[held.tenant] = self.tenants.get(held.tenant, 0) + 1
+        self.own_ms += held.own_ms
 
     def remove(self, held: Held) -> None:
+        self.own_ms -= held.own_ms
         left = self.tenants.get(held.tenant, 0) - 1
         if left > 0:
             self.tenants[held.tenant] = left
