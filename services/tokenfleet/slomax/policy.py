@@ -1,10 +1,10 @@
 """SLOMax's rule of order: who goes next into offered room.
 
-Decides on values it is given and returns its reasons. First a class that is owed its floor, so that nobody starves;
-then, earliest deadline first, as many of the backlog as can be on time, where what takes more than its share, or is of
-a lower tier, gives way; then what is late anyway, shortest first (plain EDF collapses once overload persists;
-relegation as in Niyama, arXiv:2503.22562). The room never stays empty while anything fits. Refuses to know how the
-answers travel and how shares come about (`fairness`).
+Decides on values it is given and returns its reasons. First what would starve, of a class that is owed its floor; then,
+earliest deadline first, as many of the backlog as can be on time, where what takes more than its share, or is of a
+lower tier, gives way; then the rest, and last what is late anyway, shortest first (plain EDF collapses once overload
+persists; relegation as in Niyama, arXiv:2503.22562). The room never stays empty while anything fits. Refuses to know
+how the answers travel and how shares come about (`fairness`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -109,27 +109,25 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
 def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]:
     """Everything that waits in a pool in the order of service, with the reason of its place.
 
-    `floor`: its class is owed its floor. `deadline`: earliest deadline first among those that can all be on time.
-    `spare`: those that cannot, and those without a deadline, by tier.
+    `floor`: its class is owed its floor, and its deadline alone would not bring it there. `deadline`: earliest deadline
+    first among those that can all be on time. `spare`: those that cannot, and those without a deadline, by tier.
     """
     timely, late = _queues(pool, now_ms)
-    heads: list[tuple[float, Held]] = []
-    for name, queue in pool.queues.items():
-        first = next((held for held in (*timely, *late) if held.service_class == name), None) if queue else None
-        if first is not None and fairness.owed(pool, name, first.cost_ms):
-            heads.append((-pool.credit[fairness.floor_key(name)], first))
-    heads.sort(key=lambda entry: (entry[0], entry[1].request_id))
-    yield from ((held, "floor") for _, held in heads)
-    owed = {held.request_id for _, held in heads}
     kept = keep(fleet, pool, timely, now_ms)
-    yield from ((held, "deadline") for held in kept.values() if held.request_id not in owed)
+    rest = [held for held in (*timely, *late) if held.request_id not in kept]
+    owed: dict[str, Held] = {}
+    for held in rest:
+        if held.service_class not in owed and fairness.owed(pool, held.service_class, held.cost_ms):
+            owed[held.service_class] = held
+    for name in sorted(owed, key=lambda name: (-pool.credit[fairness.floor_key(name)], name)):
+        yield owed[name], "floor"
+    yield from ((held, "deadline") for held in kept.values())
 
     def spare(held: Held) -> tuple[bool, int, float, str]:
         hopeless = held.late
         return (hopeless, _tier(fleet, held), held.own_ms if hopeless else held.deadline_ms, held.request_id)
 
-    rest = [held for held in (*timely, *late) if held.request_id not in kept and held.request_id not in owed]
-    yield from ((held, "spare") for held in sorted(rest, key=spare))
+    yield from ((held, "spare") for held in sorted(rest, key=spare) if owed.get(held.service_class) is not held)
 
 
 def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dict[str, Held]:

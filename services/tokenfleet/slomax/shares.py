@@ -150,6 +150,6 @@ def bounded(weights: dict[str, float], floors: dict[str, float], ceiling: float)
         high = {name: ceiling for name, share in shares.items() if share > ceiling}
         if not low and not high:
             return {name: fixed.get(name, shares.get(name, 0.0)) for name in weights}
-        fixed |= low or high
+        fixed |= high or low
     total = sum(fixed.values())
     return {name: fixed[name] / total for name in weights}
