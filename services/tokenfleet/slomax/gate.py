@@ -93,7 +93,8 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
         return refusal(ask.request_id, "queue_full", wait_ms)
     if OPTIMISTIC * wait_ms > ask.patience_ms and _hopeless(ask, wait_ms):
         # It would be refused when its patience ends; said now, its client can go elsewhere.
-        return refusal(ask.request_id, "saturated", wait_ms - ask.patience_ms)
+        bound = zone_bound(fleet, ask.tenant, ask.model, ask.version)
+        return refusal(ask.request_id, "residency_no_capacity" if bound else "saturated", wait_ms - ask.patience_ms)
     return Verdict()
 
 

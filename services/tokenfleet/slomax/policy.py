@@ -23,6 +23,13 @@ BYPASS_MAX = 4
 TRIED_MS = 1_000.0
 #: requests of a class that are looked at for one offer
 LOOK_MAX = 64
+#: a prefill that takes more than this part of a more urgent class's first-token time stalls it
+LONG_PART = 0.5
+#: a class is about while it had something here within this time, ms
+ABOUT_MS = 10_000.0
+#: part of a pool's instances, and at least one of several, that long prefills leave free while a more urgent class is
+#: about
+SPARED_PART = 0.25
 #: part of a prefill's estimate that a deadline must leave beside it
 MARGIN = 0.1
 
@@ -94,7 +101,10 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
         large = any(_waits_for_idle(held, instance, room) for held in pool.held.values() if not held.released)
         return Choice(None, "reserved" if large else _empty(pool))
     passed: dict[str, Held] = {}
+    full = long_full(pool, instance, now_ms)
     for held, reason in order(fleet, pool, now_ms):
+        if full and is_long(fleet, pool, held, now_ms):
+            continue
         if fits(held, instance, room, now_ms):
             for one in passed.values():
                 one.bypassed += one.home_instance == instance
@@ -104,6 +114,26 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
             if _waits_for_idle(held, instance, room):
                 return Choice(None, "reserved")
     return Choice(None, _empty(pool))
+
+
+def is_long(fleet: Fleet, pool: Pool, held: Held, now_ms: float) -> bool:
+    """Whether its prefill would stall a more urgent class that is about: its first tokens, and its answers' pace."""
+    tier = _tier(fleet, held)
+    for name, at_ms in pool.recent_ms.items():
+        cls = fleet.classes.get(name)
+        if cls is None or cls.tier >= tier or cls.ttft_ms is None or now_ms - at_ms > ABOUT_MS:
+            continue
+        if held.own_ms > LONG_PART * cls.ttft_ms:
+            return True
+    return False
+
+
+def long_full(pool: Pool, instance: str, now_ms: float) -> bool:
+    """Whether as many instances as may already compute long prefills. A pool of one instance has nothing to spare."""
+    count = len(pool.rooms)
+    spared = max(1, int(SPARED_PART * count))
+    busy = sum(1 for name, until_ms in pool.long_until_ms.items() if name != instance and until_ms > now_ms)
+    return count > 1 and busy >= count - spared
 
 
 def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]:

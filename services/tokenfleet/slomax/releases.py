@@ -70,6 +70,7 @@ class Releases(Desk):
             state.unhold(rid)
         pool = state.pool(key)
         pool.add(held)
+        pool.recent_ms[held.service_class] = now_ms
         state.where[rid] = key
         state.presence.open(rid, message.gateway, one.ask.gateway_incarnation if one is not None else "", now_ms)
         self._arm("patience", held.patience_until_ms, rid)
@@ -158,9 +159,14 @@ class Releases(Desk):
         if one is not None:
             one.answered = max(one.answered, (message.attempt, message.revision))
             one.watch_until_ms = INFINITY
+        known = self.state.pools.get((message.site, message.model, message.version))
+        if known is not None:
+            known.recent_ms[message.service_class] = now_ms
         held = self._find_held(rid)
         if held is None or message.attempt < held.attempt:
             return
+        if known is not None and policy.is_long(self.fleet, known, held, now_ms):
+            known.long_until_ms[message.instance] = now_ms + held.own_ms
         pool = self.state.pools[self.state.where[rid]]
         if held.released:
             release = pool.releases.get(held.released)
@@ -195,6 +201,8 @@ class Releases(Desk):
             held=message.held,
             heard_ms=now_ms,
         )
+        if message.idle:
+            pool.long_until_ms.pop(message.instance, None)
         pool.number = max(pool.number, message.last_released)
         for number, release in list(pool.releases.items()):
             if release.instance == message.instance and number <= message.last_released:

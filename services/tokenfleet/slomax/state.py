@@ -241,6 +241,10 @@ class Pool(msgspec.Struct):
     #: part of every class as feedback has moved it; empty: as configured
     shares: dict[str, float] = {}
     pace: Pace = msgspec.field(default_factory=Pace)
+    #: instance → when the long prefill that was sent there should be over
+    long_until_ms: dict[str, float] = {}
+    #: class → when it last had anything here, held or not
+    recent_ms: dict[str, float] = {}
     shared_ms: float = 0.0
     shared_revision: int = 0
     changed: bool = False

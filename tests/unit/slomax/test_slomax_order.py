@@ -116,6 +116,52 @@ class TestDeadlines:
         assert 2.0 < server.pool().pace.factor(1) < 3.0
 
 
+class TestLength:
+    """Long prefills beside short requests."""
+
+    def long(self, bench: Bench, rid: str) -> None:
+        """An agent's history of 9,000 tokens: 900 ms, while chats are promised their first token in 1,000."""
+        ask = make_ask(rid, service_class="document")
+        slack_ms = 9_000.0 + int(rid[-1])
+        bench.feed(held(ask, slack_ms=slack_ms, predicted_own_ms=900.0, work=work(9_000)))
+
+    def releases(self, bench: Bench, instance: str, revision: int) -> list[str]:
+        number = bench.core.state.pools[("b", "m", "1")].number
+        said = bench.feed(offered(instance, revision=revision, held=4, last_released=number))
+        names = [one.request_id for one in bench.of(PlacementReleased, said)]
+        for name in names:
+            bench.feed(assigned(make_ask(name, service_class="document"), instance=instance, release_number=number + 1))
+        return names
+
+    def test_one_of_two_instances_stays_free_of_long_prefills_while_chats_are_about(self) -> None:
+        """Two documents on both instances: every chat of the next second waited longer than it was promised."""
+        bench = bench_of()
+        bench.feed(held(make_ask("chat-0")), assigned(make_ask("chat-0")))  # a chat was here just now
+        for n in range(3):
+            self.long(bench, f"long-{n}")
+        assert self.releases(bench, "b-0", 1) == ["long-0"]
+        assert self.releases(bench, "b-1", 2) == []
+        bench.feed(held(make_ask("chat-1")))
+        assert [r.request_id for r in bench.of(PlacementReleased)][-1] == "chat-1"
+        bench.now_ms += 1_000  # the first one is done
+        assert self.releases(bench, "b-0", 3) == ["long-1"]
+
+    def test_without_chats_every_instance_takes_long_prefills(self) -> None:
+        """At night documents have the pool for themselves: nothing is spared for nobody."""
+        bench = bench_of()
+        for n in range(3):
+            self.long(bench, f"long-{n}")
+        assert self.releases(bench, "b-0", 1) == ["long-0"]
+        assert self.releases(bench, "b-1", 2) == ["long-1"]
+
+    def test_a_pool_of_one_instance_has_nothing_to_spare(self) -> None:
+        """Documents would wait for ever."""
+        bench = bench_of()
+        bench.feed(held(make_ask("chat-0")), assigned(make_ask("chat-0")))
+        self.long(bench, "long-0")
+        assert self.releases(bench, "b-0", 1) == ["long-0"]
+
+
 class TestFloors:
     """A02: nobody starves, whatever the others need."""
 
