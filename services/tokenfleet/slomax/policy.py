@@ -169,6 +169,7 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
     backlog is looked at anew for every room.
     """
     factor = pool.pace.factor(len(pool.rooms))
+    #: when those kept so far will have started, and the next one can
     at_ms = now_ms
     kept: dict[str, Held] = {}
     heap: list[tuple[bool, bool, int, float, str]] = []
@@ -176,7 +177,7 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
         if held.deadline_ms == INFINITY:
             break  # sorted by deadline: these and those behind them are nobody's hurry
         kept[held.request_id] = held
-        at_ms += factor * held.own_ms
+        takes_ms = (1.0 + MARGIN) * held.own_ms
         mine = fairness.tenant_key(held.service_class, held.tenant)
         heappush(
             heap,
@@ -188,11 +189,13 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
                 held.request_id,
             ),
         )
-        while heap and at_ms + MARGIN * held.own_ms > held.deadline_ms:
+        while at_ms + takes_ms > held.deadline_ms:
             given_up = kept.pop(heappop(heap)[-1])
-            at_ms -= factor * given_up.own_ms
             if given_up is held:
                 break
+            at_ms -= factor * given_up.own_ms
+        else:
+            at_ms += factor * held.own_ms
     return kept
 
 
