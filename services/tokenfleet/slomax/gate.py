@@ -6,8 +6,16 @@ order what was let in is served.
 
 import msgspec
 
-from tokenfleet.eligibility import allowed_ready_sites, fraction, permitted_sites, retry_after_s, zone_bound
+from tokenfleet.eligibility import (
+    allowed_ready_sites,
+    fraction,
+    permitted_sites,
+    ready_instances,
+    retry_after_s,
+    zone_bound,
+)
 from tokenfleet.fleet import Fleet, Tenant
+from tokenfleet.slomax import fairness, policy
 from tokenfleet.slomax.state import Account, Held, Pool, State
 from tokenfleet_schemas.admission import REASONS
 from tokenfleet_schemas.request import Ask
@@ -78,11 +86,9 @@ def _quota(tenant: Tenant, account: Account | None, ask: Ask, now_ms: float) -> 
 
 
 def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
-    """Refuse for load only where nothing better is left: every allowed and ready site holds requests already."""
-    sites, _ = allowed_ready_sites(fleet, state.capacity, ask, now_ms)
-    pools = [state.pools.get((site, ask.model, ask.version)) for site in sites]
-    busy = [pool for pool in pools if pool is not None and pool.held]
-    if not sites or len(busy) < len(pools):
+    """Refuse for load only where nothing better is left: no allowed and ready site would take it without holding it."""
+    busy = _without_room(fleet, state, ask, now_ms)
+    if not busy:
         return Verdict()
     cls = fleet.classes[ask.service_class]
     wait_ms = min(drain_ms(fleet, pool, cls.tier) for pool in busy)
@@ -91,17 +97,46 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
         return refusal(ask.request_id, "saturated", max(wait_ms, min(predicted_wait_ms(pool) for pool in busy)))
     if all(pool.count(ask.service_class) >= cls.max_held for pool in busy):
         return refusal(ask.request_id, "queue_full", wait_ms)
-    if OPTIMISTIC * wait_ms > ask.patience_ms and _hopeless(ask, wait_ms):
+    promise_ms = min((limit for limit in (ask.ttft_ms, ask.e2e_ms) if limit is not None), default=0.0)
+    if OPTIMISTIC * wait_ms <= promise_ms:
+        return Verdict()
+    bound = zone_bound(fleet, ask.tenant, ask.model, ask.version)
+    reason = "residency_no_capacity" if bound else "saturated"
+    if OPTIMISTIC * wait_ms > ask.patience_ms:
         # It would be refused when its patience ends; said now, its client can go elsewhere.
-        bound = zone_bound(fleet, ask.tenant, ask.model, ask.version)
-        return refusal(ask.request_id, "residency_no_capacity" if bound else "saturated", wait_ms - ask.patience_ms)
+        return refusal(ask.request_id, reason, wait_ms - ask.patience_ms)
+    mine = fairness.tenant_key(ask.service_class, ask.tenant)
+    if all(fairness.overdrawn(pool, mine, policy.GREEDY_MS) for pool in busy):
+        # Others of its class wait, it has had more than its part, and it cannot be on time: it does not queue as well.
+        return refusal(ask.request_id, reason, wait_ms - promise_ms)
     return Verdict()
 
 
-def _hopeless(ask: Ask, wait_ms: float) -> bool:
-    """Whether even the optimistic wait is past every promise; without one, patience alone judges."""
-    promises = [limit for limit in (ask.ttft_ms, ask.e2e_ms) if limit is not None]
-    return not promises or OPTIMISTIC * wait_ms > min(promises)
+def _without_room(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> list[Pool]:
+    """The pools that hold requests, if no allowed and ready site has room; empty if one has, or nobody holds anything.
+
+    A site away from home has none above its load ceiling either: nothing is diverted there.
+    """
+    sites, _ = allowed_ready_sites(fleet, state.capacity, ask, now_ms)
+    busy: list[Pool] = []
+    for place, site in enumerate(sites):
+        pool = state.pools.get((site, ask.model, ask.version))
+        if pool is not None and pool.held:
+            busy.append(pool)
+        elif not place or not _above_ceiling(fleet, state, ask, site, now_ms):
+            return []
+    return busy
+
+
+def _above_ceiling(fleet: Fleet, state: State, ask: Ask, site: str, now_ms: float) -> bool:
+    """Whether the reports of a site's instances say that it takes nothing diverted now; not where they do not say."""
+    reports = [heard.report for heard in ready_instances(fleet, state.capacity, ask, site, now_ms)]
+    if any(one.running is None or one.max_sequences is None for one in reports):
+        return False
+    # One more sequence must fit below the ceiling.
+    running = sum((one.running or 0) + (one.waiting or 0) for one in reports)
+    room = fleet.sites[site].load_ceiling * sum(one.max_sequences or 0 for one in reports)
+    return running >= room - 1.0
 
 
 def drain_ms(fleet: Fleet, pool: Pool, tier: int) -> float:

@@ -27,6 +27,8 @@ LOOK_MAX = 64
 LONG_PART = 0.5
 #: a class is about while it had something here within this time, ms
 ABOUT_MS = 10_000.0
+#: who owes its class, and with it the pool, so much GPU-time sends more than its share, ms
+GREEDY_MS = 1_000.0
 #: part of a pool's instances, and at least one of several, that long prefills leave free while a more urgent class is
 #: about
 SPARED_PART = 0.25
@@ -105,6 +107,8 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
     for held, reason in order(fleet, pool, now_ms):
         if full and is_long(fleet, pool, held, now_ms):
             continue
+        if room.sequences <= 1 and is_greedy(pool, held, now_ms):
+            continue
         if fits(held, instance, room, now_ms):
             for one in passed.values():
                 one.bypassed += one.home_instance == instance
@@ -126,6 +130,18 @@ def is_long(fleet: Fleet, pool: Pool, held: Held, now_ms: float) -> bool:
         if held.own_ms > LONG_PART * cls.ttft_ms:
             return True
     return False
+
+
+def is_greedy(pool: Pool, held: Held, now_ms: float) -> bool:
+    """Whether its tenant has had more than its part of its class, and the class of the pool, while others are about.
+
+    Such a request leaves the last place of an instance to those others: without preemption they would wait for one of
+    its answers to end.
+    """
+    mine = fairness.tenant_key(held.service_class, held.tenant)
+    if pool.credit.get(mine, 0.0) > -GREEDY_MS or pool.credit.get(held.service_class, 0.0) > -GREEDY_MS:
+        return False
+    return any(name != held.service_class and now_ms - at_ms <= ABOUT_MS for name, at_ms in pool.recent_ms.items())
 
 
 def long_full(pool: Pool, instance: str, now_ms: float) -> bool:

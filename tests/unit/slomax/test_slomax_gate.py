@@ -48,6 +48,29 @@ class TestEarly:
         bench.feed(received(make_ask("r1")))
         assert decided(bench).admitted
 
+    def test_a_site_above_its_ceiling_is_no_room(self) -> None:
+        """Nothing is diverted to it, so it never holds anything: by holds alone the fleet never was saturated."""
+        bench = bench_of()
+        backlog(bench, 60, sites="b")
+        bench.report("c-0", running=28, max_sequences=32)
+        bench.feed(received(make_ask("r1")))
+        assert decided(bench).reason == "saturated"
+        bench.report("c-0", running=20, max_sequences=32)
+        bench.feed(received(make_ask("r2")))
+        assert decided(bench).admitted
+
+    def test_who_had_more_than_its_part_does_not_lengthen_a_hopeless_queue(self) -> None:
+        """Ten times its share queued up until its patience ended, and its late ones stood in everybody's way."""
+        bench = bench_of()
+        backlog(bench, 8)
+        for site in "bc":
+            bench.core.state.pools[(site, "m", "1")].credit["chat acme"] = -5_000.0
+        bench.feed(received(make_ask("greedy")))
+        assert (decided(bench).reason, decided(bench).status) == ("saturated", 429)
+        assert decided(bench).retry_after_s == pytest.approx(7, abs=1)
+        bench.feed(received(make_ask("modest", tenant="local")))
+        assert decided(bench).admitted
+
     def test_what_waits_behind_it_does_not_count(self) -> None:
         """A chat was refused because of a night's batch that it would have passed."""
         bench = bench_of()
