@@ -1,7 +1,7 @@
 """SLOMax's rule of order: who goes next into offered room.
 
 Decides on values it is given and returns its reasons. First what would starve, of a class that is owed its floor; then,
-earliest deadline first, as many of the backlog as can be on time, where what takes more than its share, or is of a
+by deadlines and size, as many of the backlog as can be on time, where what takes more than its share, or is of a
 lower tier, gives way; then the rest, and last what is late anyway, shortest first (plain EDF collapses once overload
 persists; relegation as in Niyama, arXiv:2503.22562). The room never stays empty while anything fits. Refuses to know
 how the answers travel and how shares come about (`fairness`).
@@ -21,6 +21,13 @@ from tokenfleet.slomax.state import INFINITY, Held, Pool, Room, Tried
 BYPASS_MAX = 4
 #: a release that found too little room is not tried again for the same room within this time
 TRIED_MS = 1_000.0
+#: prefill of 1 ms weighs as much as so many ms of time left: between deadline order (0) and shortest first; from 3 to
+#: 100 the result hardly differs
+OWN_PRICE = 10.0
+#: and so many for 1 ms of GPU-time that its tenant is owed by the others of its class
+CREDIT_PRICE = 3.0
+#: more time left than this is all the same, ms
+SLACK_MAX_MS = 300_000.0
 #: requests of a class that are looked at for one offer
 LOOK_MAX = 64
 #: a prefill that takes more than this part of a more urgent class's first-token time stalls it
@@ -155,8 +162,10 @@ def long_full(pool: Pool, instance: str, now_ms: float) -> bool:
 def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]:
     """Everything that waits in a pool in the order of service, with the reason of its place.
 
-    `floor`: its class is owed its floor, and its deadline alone would not bring it there. `deadline`: earliest deadline
-    first among those that can all be on time. `spare`: those that cannot, and those without a deadline, by tier.
+    `floor`: its class is owed its floor, and its deadline alone would not bring it there. `deadline`: those that can
+    all be on time, by the time that is left to them and a price on their own work, so that of two with about the same
+    time the short one goes first and the most wait least; what its tenant is owed by others of its class is taken off
+    that price. `spare`: those that cannot, likewise; then what has no deadline; then what is late, shortest first.
     """
     timely, late = _queues(pool, now_ms)
     kept = keep(fleet, pool, timely, now_ms)
@@ -167,11 +176,16 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
             owed[held.service_class] = held
     for name in sorted(owed, key=lambda name: (-pool.credit[fairness.floor_key(name)], name)):
         yield owed[name], "floor"
-    yield from ((held, "deadline") for held in kept.values())
 
-    def spare(held: Held) -> tuple[bool, int, float, str]:
-        hopeless = held.late
-        return (hopeless, _tier(fleet, held), held.own_ms if hopeless else held.deadline_ms, held.request_id)
+    def urgency(held: Held) -> tuple[float, str]:
+        credit_ms = pool.credit.get(fairness.tenant_key(held.service_class, held.tenant), 0.0)
+        left_ms = min(held.deadline_ms - now_ms, SLACK_MAX_MS)
+        return (left_ms + OWN_PRICE * held.own_ms - CREDIT_PRICE * credit_ms, held.request_id)
+
+    yield from ((held, "deadline") for held in sorted(kept.values(), key=urgency))
+
+    def spare(held: Held) -> tuple[bool, float, str]:
+        return (held.late, *((held.own_ms, held.request_id) if held.late else urgency(held)))
 
     yield from ((held, "spare") for held in sorted(rest, key=spare) if owed.get(held.service_class) is not held)
 

@@ -241,8 +241,8 @@ class TestTenants:
     def test_a_flood_leaves_the_last_place_to_the_others(self) -> None:
         """One tenant's flood took every sequence: whoever came next waited for one of its answers to end."""
         bench = bench_of(fleet_with(TENANTS))
-        bench.feed(held(make_ask("other", service_class="document"), slack_ms=9_000.0))
-        bench.feed(held(make_ask("bee", tenant="bee"), slack_ms=9_000.0))
+        bench.feed(held(make_ask("other", service_class="document"), slack_ms=90_000.0))
+        bench.feed(held(make_ask("bee", tenant="bee"), slack_ms=90_000.0))
         for n in range(3):
             bench.feed(held(make_ask(f"flood-{n}", tenant="ant"), slack_ms=800.0 + n))
         pool = bench.core.state.pools[("b", "m", "1")]
