@@ -45,9 +45,9 @@ def tenant_key(name: str, tenant: str) -> str:
     return f"{name} {tenant}"
 
 
-def owed(pool: Pool, name: str, cost_ms: float) -> bool:
-    """Whether a class's floor has earned work of this cost."""
-    return pool.credit.get(floor_key(name), 0.0) >= min(cost_ms, CREDIT_MAX_MS)
+def owed(pool: Pool, key: str, cost_ms: float) -> bool:
+    """Whether an account has earned work of this cost."""
+    return pool.credit.get(key, 0.0) >= min(cost_ms, CREDIT_MAX_MS)
 
 
 def overdrawn(pool: Pool, key: str, cost_ms: float) -> bool:

@@ -162,23 +162,30 @@ def long_full(pool: Pool, instance: str, now_ms: float) -> bool:
 def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]:
     """Everything that waits in a pool in the order of service, with the reason of its place.
 
-    `floor`: its class is owed its floor, and its deadline alone would not bring it there. `deadline`: those that can
-    all be on time, by the time that is left to them and a price on their own work, so that of two with about the same
-    time the short one goes first and the most wait least; what its tenant is owed by others of its class is taken off
-    that price. `spare`: those that cannot, likewise; then what has no deadline; then what is late, shortest first.
+    `floor`: its class is owed its floor, or its tenant much of the class, and its deadline would not bring it there.
+    `deadline`: those that can all be on time, by the time that is left to them and a price on their own work, so that
+    of two with about the same time the short one goes first and the most wait least; what its tenant is owed by others
+    of its class is taken off. `spare`: those that cannot, likewise; then what has no deadline; then what is late,
+    shortest first.
     """
     timely, late = _queues(pool, now_ms)
     kept = keep(fleet, pool, timely, now_ms)
     rest = [held for held in (*timely, *late) if held.request_id not in kept]
     owed: dict[str, Held] = {}
+    on_time = {fairness.tenant_key(held.service_class, held.tenant) for held in kept.values()}
     for held in rest:
-        if held.service_class not in owed and fairness.owed(pool, held.service_class, held.cost_ms):
-            owed[held.service_class] = held
-    for name in sorted(owed, key=lambda name: (-pool.credit[fairness.floor_key(name)], name)):
-        yield owed[name], "floor"
+        floor = fairness.floor_key(held.service_class)
+        if floor not in owed and fairness.owed(pool, floor, held.cost_ms):
+            owed[floor] = held
+        mine = fairness.tenant_key(held.service_class, held.tenant)
+        if mine not in owed and mine not in on_time and fairness.owed(pool, mine, max(held.cost_ms, GREEDY_MS)):
+            owed[mine] = held
+    first = {owed[key].request_id: owed[key] for key in sorted(owed, key=lambda key: (-pool.credit[key], key))}
+    yield from ((held, "floor") for held in first.values())
 
     def urgency(held: Held) -> tuple[float, str]:
         credit_ms = pool.credit.get(fairness.tenant_key(held.service_class, held.tenant), 0.0)
+        credit_ms -= min(GREEDY_MS, max(-GREEDY_MS, credit_ms))  # less is the course of things
         left_ms = min(held.deadline_ms - now_ms, SLACK_MAX_MS)
         return (left_ms + OWN_PRICE * held.own_ms - CREDIT_PRICE * credit_ms, held.request_id)
 
@@ -187,7 +194,7 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
     def spare(held: Held) -> tuple[bool, float, str]:
         return (held.late, *((held.own_ms, held.request_id) if held.late else urgency(held)))
 
-    yield from ((held, "spare") for held in sorted(rest, key=spare) if owed.get(held.service_class) is not held)
+    yield from ((held, "spare") for held in sorted(rest, key=spare) if held.request_id not in first)
 
 
 def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dict[str, Held]:
