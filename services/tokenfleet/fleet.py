@@ -51,6 +51,21 @@ class Policy(Table, frozen=True, kw_only=True):
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid
     admission: Literal["pools", "none"] = "pools"
+    #: SLOMax. `on` moves the classes' shares by what the accountant measures; `off` keeps them as configured
+    feedback: Literal["on", "off"] = "on"
+
+
+class Classification(Table, frozen=True, kw_only=True):
+    """`[classification]`: what a request that declares neither class nor task is taken for, and who serves it."""
+
+    #: task (chat, document, agent, batch, or any word that clients declare) → class; empty: the default class is all
+    classes: dict[str, str] = {}
+    #: a prompt from this length on is a `document`, tokens
+    long_input_tokens: int = 8192
+    #: an answer that is not streamed and has at least so long a deadline is `batch`, ms
+    batch_deadline_ms: float = 60_000
+    #: so is one that is not streamed and may be so long, tokens; 0: its length says nothing
+    batch_output_tokens: int = 0
 
 
 class Instance(Table, frozen=True, kw_only=True):
@@ -122,10 +137,21 @@ class ServiceClass(Table, frozen=True, kw_only=True):
     patience_ms: float = 30_000
     #: guaranteed share of a pool's released work, relative to the other classes
     share: float = 1.0
+    #: part of its requests that should keep their objectives: who falls behind it gains share from who is above
+    target: float = 0.95
     #: refused at once at saturation instead of held
     sheddable: bool = False
     #: holds per (site, model version) beyond which newcomers of the class are refused
     max_held: int = 1000
+
+
+class Override(Table, frozen=True, kw_only=True):
+    """`[tenants.NAME.overrides.CLASS]`: what a tenant is promised instead of what its class says; times in ms."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    patience_ms: float | None = None
 
 
 class Tenant(Table, frozen=True, kw_only=True):
@@ -140,6 +166,12 @@ class Tenant(Table, frozen=True, kw_only=True):
     max_concurrent: int = 0
     #: tokens (input + output budget) reserved per minute; 0: no limit
     tokens_per_minute: int = 0
+    #: task → class, before the fleet's `[classification]`
+    task_classes: dict[str, str] = {}
+    #: class → other objectives than the class's
+    overrides: dict[str, Override] = {}
+    #: its part of a class's work against that of other tenants that wait too
+    weight: float = 1.0
     #: share prefix caches with other tenants that also say so
     share_prefix: bool = False
 
@@ -147,6 +179,7 @@ class Tenant(Table, frozen=True, kw_only=True):
 class _File(Table, frozen=True, kw_only=True):
     fleet: FleetInfo
     policy: Policy = Policy()
+    classification: Classification = Classification()
     sites: dict[str, Site]
     models: dict[str, Model]
     classes: dict[str, ServiceClass]
@@ -165,6 +198,20 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, ServiceClass]
     tenants: dict[str, Tenant]
     rtt: dict[tuple[str, str], float]
+    classification: Classification = Classification()
+
+    def objectives(self, tenant: str, service_class: str) -> ServiceClass:
+        """What a tenant is promised in a class: the class, with the tenant's own numbers where it has them.
+
+        Raises KeyError for a class that the fleet does not have.
+        """
+        cls = self.classes[service_class]
+        who = self.tenants.get(tenant)
+        own = who.overrides.get(service_class) if who is not None else None
+        if own is None:
+            return cls
+        changes = {name: value for name, value in msgspec.structs.asdict(own).items() if value is not None}
+        return msgspec.structs.replace(cls, **changes)
 
     def rtt_ms(self, one: str, other: str) -> float | None:
         """Configured round-trip time between two sites, ms; 0 within one; None if nobody said."""
@@ -305,16 +352,28 @@ def _check(raw: _File) -> Fleet:
     for name, cls in raw.classes.items():
         expect(0 < cls.patience_ms <= 300_000, f"classes.{name}.patience_ms must be in (0, 300000]")
         expect(cls.share > 0, f"classes.{name}.share must be positive: no class may starve")
+        expect(0 < cls.target <= 1, f"classes.{name}.target must be in (0, 1]")
         for key in ("ttft_ms", "tpot_ms", "e2e_ms"):
             value = getattr(cls, key)
             expect(value is None or value > 0, f"classes.{name}.{key} must be positive")
     zones = {site.zone for site in raw.sites.values()}
+    for task, cls_name in raw.classification.classes.items():
+        expect(cls_name in raw.classes, f"classification.classes.{task}: unknown class {cls_name!r}")
+    expect(raw.classification.long_input_tokens > 0, "classification.long_input_tokens must be positive")
     for name, tenant in raw.tenants.items():
         where = f"tenants.{name}"
+        for task, cls_name in tenant.task_classes.items():
+            expect(cls_name in tenant.classes, f"{where}.task_classes.{task} is not one of its classes")
+        for cls_name, own in tenant.overrides.items():
+            expect(cls_name in tenant.classes, f"{where}.overrides: {cls_name!r} is not one of its classes")
+            for key, value in msgspec.structs.asdict(own).items():
+                limit = 300_000 if key == "patience_ms" else float("inf")
+                expect(value is None or 0 < value <= limit, f"{where}.overrides.{cls_name}.{key}: out of range")
         expect(bool(tenant.zones), f"{where}.zones: name the allowed zones, or '*'")
         for zone in tenant.zones:
             expect(zone == "*" or zone in zones, f"{where}.zones: no site is in zone {zone!r}")
         expect(bool(tenant.classes), f"{where}.classes: at least one is needed")
+        expect(tenant.weight > 0, f"{where}.weight must be positive: no tenant may starve")
         for cls_name in tenant.classes:
             expect(cls_name in raw.classes, f"{where}.classes: unknown class {cls_name!r}")
         if tenant.default_class:
@@ -351,6 +410,7 @@ def _check(raw: _File) -> Fleet:
         classes=raw.classes,
         tenants=raw.tenants,
         rtt=rtt,
+        classification=raw.classification,
     )
 
 

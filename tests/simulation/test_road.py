@@ -150,7 +150,7 @@ def test_what_is_held_moves_to_a_site_that_becomes_ready() -> None:
 
 
 def test_patience_ends_in_503_for_those_that_may_not_leave() -> None:
-    """Residency holds under overload: what b cannot serve in time is refused, and c never sees it."""
+    """Residency holds under overload: what b cannot serve in time is refused, at once where sure; c never sees it."""
     road = Road(small_fleet({"b": 1, "c": 2}))
     for n in range(60):
         road.ask(f"r{n}", n, tenant="local", input_tokens=5000, patience_ms=5_000.0)
@@ -159,7 +159,7 @@ def test_patience_ends_in_503_for_those_that_may_not_leave() -> None:
     refused = [o for o in outcomes.values() if o.outcome == "refused"]
     assert len(refused) >= 20
     assert {(o.reason, o.status) for o in refused} == {("residency_no_capacity", 503)}
-    assert all(4_990 <= o.times.e2e_ms <= 5_100 for o in refused)
+    assert all(o.times.e2e_ms <= 100 or 4_990 <= o.times.e2e_ms <= 5_100 for o in refused)
     assert {a.site for a in road.harness.said(PlacementAssigned)} == {"b"}
     refusals = road.harness.said(PlacementRefused)
     assert all(r.retry_after_s is not None and r.retry_after_s >= 1 for r in refusals)

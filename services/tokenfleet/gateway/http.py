@@ -7,7 +7,7 @@ the key is judged first, the tenant's zones before a byte of the body is read, e
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from tokenfleet import prefix
+from tokenfleet import classification, prefix
 from tokenfleet.fleet import Fleet, Tenant
 from tokenfleet.gateway.keys import KeysUnavailable
 from tokenfleet.gateway.openai import ApiError, Endpoint, Parsed, bad_request, parse, refusal
@@ -165,9 +165,10 @@ class Api:
         self, request: web.BaseRequest, parsed: Parsed, ask: Ask, client: Client, received_ms: float
     ) -> web.StreamResponse:
         keeper = self._keeper
+        tools = _uses_tools(parsed)
         counted = await keeper.tokenization.count(parsed, ask, share=client.entitled.share_prefix)
         ask = msgspec.structs.replace(
-            ask,
+            self._classified(ask, parsed, client, counted.input_tokens, tools=tools),
             input_tokens=counted.input_tokens,
             input_tokens_source=counted.source,
             prefix=counted.digest,
@@ -225,11 +226,6 @@ class Api:
         if resolved is None or ("*" not in permitted and resolved[0] not in permitted):
             raise _unknown_model(parsed.model_asked)
         name = self._class_of(parsed.service_class, client)
-        service_class = fleet.classes[name]
-        e2e_ms, patience_ms = service_class.e2e_ms, service_class.patience_ms
-        if parsed.deadline_ms is not None:
-            e2e_ms = parsed.deadline_ms if e2e_ms is None else min(e2e_ms, parsed.deadline_ms)
-            patience_ms = min(patience_ms, parsed.deadline_ms)
         return Ask(
             request_id=request_id,
             gateway=keeper.name,
@@ -247,11 +243,41 @@ class Api:
             output_budget_tokens=parsed.output_budget_tokens,
             request_bytes=parsed.body_bytes,
             received_unix_ms=int(received_ms),
-            ttft_ms=service_class.ttft_ms,
-            tpot_ms=service_class.tpot_ms,
-            e2e_ms=e2e_ms,
-            patience_ms=patience_ms,
+            **self._promised(client.tenant, name, parsed.deadline_ms),
         )
+
+    def _promised(self, tenant: str, name: str, deadline_ms: float | None) -> dict[str, Any]:
+        """The objectives of a request; its own deadline may only tighten them."""
+        promised = self._keeper.fleet.objectives(tenant, name)
+        e2e_ms, patience_ms = promised.e2e_ms, promised.patience_ms
+        if deadline_ms is not None:
+            e2e_ms = deadline_ms if e2e_ms is None else min(e2e_ms, deadline_ms)
+            patience_ms = min(patience_ms, deadline_ms)
+        return {
+            "ttft_ms": promised.ttft_ms,
+            "tpot_ms": promised.tpot_ms,
+            "e2e_ms": e2e_ms,
+            "patience_ms": patience_ms,
+        }
+
+    def _classified(self, ask: Ask, parsed: Parsed, client: Client, input_tokens: int, *, tools: bool) -> Ask:
+        """The request in the class of its task, now that its length is known; a declared class stays."""
+        found = classification.classify(
+            self._keeper.fleet,
+            client.tenant,
+            client.classes,
+            declared_class=parsed.service_class,
+            declared_task=parsed.task,
+            input_tokens=input_tokens,
+            output_budget_tokens=parsed.output_budget_tokens,
+            stream=parsed.stream,
+            tools=tools,
+            deadline_ms=parsed.deadline_ms,
+        )
+        if found.service_class == ask.service_class:
+            return msgspec.structs.replace(ask, task=found.task)
+        promised = self._promised(client.tenant, found.service_class, parsed.deadline_ms)
+        return msgspec.structs.replace(ask, service_class=found.service_class, task=found.task, **promised)
 
     def _class_of(self, declared: str, client: Client) -> str:
         fleet = self._keeper.fleet
@@ -266,6 +292,13 @@ class Api:
             if name in client.classes:
                 return name
         raise ApiError(403, "not_permitted", "Your key may not use any class.")
+
+
+def _uses_tools(parsed: Parsed) -> bool:
+    """Whether an agent asks: tools are offered, or their results are among the messages."""
+    if parsed.template_values.get("tools"):
+        return True
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in parsed.messages)
 
 
 async def _read_body(request: web.BaseRequest, limit: int) -> bytearray:

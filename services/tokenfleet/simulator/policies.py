@@ -3,7 +3,8 @@
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
 default of the policy `tokenfleet` (`least-work/home-first/pools`). A baseline's placement is that rule alone, with
 `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions `fcfs`,
-`edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule.
+`edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule; `static` is ours
+with the classes' shares as configured.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from tokenfleet.slomax.core import SLOMax
 from tokenfleet.tokenpilot.core import TokenPilot
 
 SITES = ("home-first", "round-robin", *SITE_RULES)
-ADMISSIONS = ("pools", "none", *ORDERS)
+ADMISSIONS = ("pools", "static", "none", *ORDERS)
 #: placement rules of the live TokenPilot
 LIVE_PLACEMENTS = ("least-work", "round-robin")
 
@@ -45,7 +46,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
         tables: dict[str, Any] = {
             "placement": "round-robin" if at_once else "least-work",
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
-            "admission": "none" if self.admission in ORDERS else self.admission,
+            "admission": "none" if self.admission in ORDERS else self.admission.replace("static", "pools"),
+            "feedback": "off" if self.admission == "static" else fleet.policy.feedback,
         }
         return msgspec.structs.replace(fleet, policy=msgspec.convert(tables, type=Policy))
 

@@ -5,6 +5,7 @@ from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_main
 from tokenfleet.slomax.core import SLOMax
 from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.goodput import GoodputMeasured
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import RequestReceived
@@ -19,6 +20,7 @@ READS = (
     Read(filter=subject_filter("placement"), stream=stream_of("placement")),
     Read(filter=subject_filter(RoomOffered), stream=stream_of(RoomOffered), since_s=5),
     Read(filter=subject_filter(OutcomeFinished), stream=stream_of(OutcomeFinished)),
+    Read(filter=subject_filter(GoodputMeasured), stream=stream_of(GoodputMeasured), since_s=60),
     Read(filter=subject_filter(GatewayLeased), stream=stream_of(GatewayLeased), since_s=60),
 )
 

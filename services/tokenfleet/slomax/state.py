@@ -92,9 +92,14 @@ class Held(msgspec.Struct):
     late: bool = False
 
     @property
-    def cost(self) -> float:
-        """Estimated work in prompt-token equivalents."""
-        return max(1.0, self.work.prefill_tokens + DECODE_WEIGHT * self.work.decode_tokens)
+    def token_ms(self) -> float:
+        """GPU-time of one uncached prompt token at its home instance, ms."""
+        return self.own_ms / max(1, self.work.prefill_tokens)
+
+    @property
+    def cost_ms(self) -> float:
+        """Estimated GPU-time, ms: its uncached prefill, and its output at a fixed multiple of prompt tokens."""
+        return max(0.01, self.own_ms + DECODE_WEIGHT * self.work.decode_tokens * self.token_ms)
 
     @property
     def latest_start_ms(self) -> float:
@@ -112,11 +117,23 @@ class Queue(msgspec.Struct):
 
     timely: list[tuple[float, float, float, str]] = []
     late: list[tuple[float, float, float, str]] = []
+    #: tenant → how many of them are its
+    tenants: dict[str, int] = {}
+    #: their prefill, ms; the queue is dropped when it is empty, so no error stays
+    own_ms: float = 0.0
 
     def add(self, held: Held) -> None:
         insort(self.late if held.late else self.timely, held.key())
+        self.tenants[held.tenant] = self.tenants.get(held.tenant, 0) + 1
+        self.own_ms += held.own_ms
 
     def remove(self, held: Held) -> None:
+        self.own_ms -= held.own_ms
+        left = self.tenants.get(held.tenant, 0) - 1
+        if left > 0:
+            self.tenants[held.tenant] = left
+        else:
+            self.tenants.pop(held.tenant, None)
         entries, key = (self.late if held.late else self.timely), held.key()
         at = bisect_left(entries, key)
         if at < len(entries) and entries[at] == key:
@@ -145,9 +162,67 @@ class Release(msgspec.Struct):
     instance: str
     work: Work
     at_ms: float
-    #: what it took from and gave to each class's credit
+    #: what it took from and gave to each account
     charges: dict[str, float]
     service_class: str
+    cost_ms: float = 0.0
+
+
+class Pace(msgspec.Struct):
+    """How fast a pool really takes what it holds: time between releases over the prefill time that they had.
+
+    Below 1 with several instances in parallel, above it where sequences or KV are short and where answers travel far.
+    Learned over about the last twenty releases that had others waiting behind them.
+    """
+
+    spent_ms: float = 0.0
+    own_ms: float = 0.0
+    #: the last release and its prefill; 0: nobody waited behind it, so the time after it says nothing
+    last_ms: float = 0.0
+    last_own_ms: float = 0.0
+
+    def released(self, own_ms: float, now_ms: float, *, more: bool) -> None:
+        """Take one release into account; `more`: others wait behind it."""
+        if self.last_ms:
+            self.spent_ms = 0.95 * self.spent_ms + (now_ms - self.last_ms)
+            self.own_ms = 0.95 * self.own_ms + self.last_own_ms
+        self.last_ms, self.last_own_ms = (now_ms, own_ms) if more else (0.0, 0.0)
+
+    def factor(self, instances: int) -> float:
+        """Time that the pool takes for a prefill of 1 ms, from 0.01 to 10; begins with the instances in parallel."""
+        weight_ms = 1_000.0
+        return min(10.0, max(0.01, (self.spent_ms + weight_ms / max(1, instances)) / (self.own_ms + weight_ms)))
+
+
+class Tempo(msgspec.Struct):
+    """Mean time per output token that a model's answers had lately, ms."""
+
+    tpot_ms: float = 50.0
+
+    def learn(self, tpot_ms: float) -> None:
+        """Take one answer into account."""
+        self.tpot_ms += 0.05 * (tpot_ms - self.tpot_ms)
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """What a released request was charged, until its end says what it cost."""
+
+    pool: PoolKey
+    service_class: str
+    tenant: str
+    cost_ms: float
+    #: GPU-time of an uncached prompt token, ms
+    token_ms: float
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The last goodput window of one class and tenant, as feedback reads it."""
+
+    end_ms: int
+    revision: int
+    offered: int
+    compliant: int
+    heard_ms: float
 
 
 class Pool(msgspec.Struct):
@@ -159,10 +234,17 @@ class Pool(msgspec.Struct):
     number: int = 0
     rooms: dict[str, Room] = {}
     releases: dict[int, Release] = {}
-    #: work that a class is owed (positive) or has borrowed (negative), prompt-token equivalents
+    #: account (`fairness`) → GPU-time that it is owed (positive) or has borrowed (negative), ms
     credit: dict[str, float] = {}
-    #: work released since `shared_ms`, per class
+    #: work released since `shared_ms`, per class, ms of GPU-time
     used: dict[str, float] = {}
+    #: part of every class as feedback has moved it; empty: as configured
+    shares: dict[str, float] = {}
+    pace: Pace = msgspec.field(default_factory=Pace)
+    #: instance → when the long prefill that was sent there should be over
+    long_until_ms: dict[str, float] = {}
+    #: class → when it last had anything here, held or not
+    recent_ms: dict[str, float] = {}
     shared_ms: float = 0.0
     shared_revision: int = 0
     changed: bool = False
@@ -176,14 +258,28 @@ class Pool(msgspec.Struct):
         held = self.held.pop(request_id, None)
         if held is None:
             return None
-        queue = self.queues[held.service_class]
+        name = held.service_class
+        queue = self.queues[name]
         queue.remove(held)
+        # Who has nothing to serve neither saves nor owes: its share was lent for good.
+        if held.tenant not in queue.tenants:
+            self.credit.pop(f"{name} {held.tenant}", None)
         if not queue.timely and not queue.late:
-            # A class with nothing to serve neither saves nor owes: its share was lent for good.
-            self.credit.pop(held.service_class, None)
-            del self.queues[held.service_class]
+            self.credit.pop(name, None)
+            self.credit.pop(f"floor {name}", None)
+            del self.queues[name]
+        if not self.held:
+            self.pace.last_ms = 0.0
         self.changed = True
         return held
+
+    def backlogged(self, key: str) -> bool:
+        """Whether an account's class, or tenant of a class, has anything here."""
+        if key.startswith("floor "):
+            return key.removeprefix("floor ") in self.queues
+        name, _, tenant = key.partition(" ")
+        queue = self.queues.get(name)
+        return queue is not None and (not tenant or tenant in queue.tenants)
 
     def relegate(self, held: Held) -> None:
         """Move a request that cannot make its deadline any more behind those that can."""
@@ -228,6 +324,12 @@ class State(msgspec.Struct):
     #: held request → its pool
     where: dict[str, PoolKey] = {}
     accounts: dict[str, Account] = {}
+    #: request → what it was charged when it left its pool
+    bills: dict[str, Bill] = {}
+    #: model → how fast its answers come
+    tempos: dict[str, Tempo] = {}
+    #: (model, served site or empty) → (class, tenant) → its last window
+    seen: dict[tuple[str, str], dict[tuple[str, str], Seen]] = {}
     offices: dict[str, Office] = {}
 
     def pool(self, key: PoolKey) -> Pool:

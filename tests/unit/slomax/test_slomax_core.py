@@ -308,8 +308,8 @@ class TestRoom:
             bench.feed(held(make_ask(f"r{n}"), slack_ms=slack))
         released = bench.of(PlacementReleased, bench.feed(offered(prefill_tokens=2100, idle=False, held=3)))
         assert [(r.request_id, r.number, r.instance, r.reason) for r in released] == [
-            ("r1", 1, "b-0", "borrowed"),
-            ("r2", 2, "b-0", "borrowed"),
+            ("r1", 1, "b-0", "deadline"),
+            ("r2", 2, "b-0", "deadline"),
         ]
         assert released[0].cause == "b-0:offered:1"
         assert released[0].term > 0
