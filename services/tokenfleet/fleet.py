@@ -46,7 +46,7 @@ class Policy(Table, frozen=True, kw_only=True):
     """`[policy]`: which decision rules run; reloaded without a restart (SIGHUP or a changed file)."""
 
     #: TokenPilot. `least-work` holds requests beyond the look-ahead; `round-robin` assigns at once, in turn
-    placement: Literal["least-work", "round-robin"] = "least-work"
+    placement: Literal["least-work", "predicted-latency", "round-robin"] = "least-work"
     #: FleetMind. `home-first` diverts above the load ceiling; `round-robin` takes allowed sites in turn
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid

@@ -1,47 +1,118 @@
 """Who could serve a request, at what cost: the candidates of a decision, filtered and scored.
 
-Decides nothing that is said; asks the policies and gives what they found. Refuses to know offices and messages.
+Decides nothing that is said; asks the policies, instance by column, and gives what they found. In a large pool only
+the cheapest candidates are named, with room and without: whoever picks needs no others. Refuses to know offices and
+messages.
 """
 
+import numpy as np
+
 from tokenfleet import prefix
+from tokenfleet.eligibility import Heard
 from tokenfleet.tokenpilot import policy
+from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column
 from tokenfleet.tokenpilot.desk import Desk
-from tokenfleet.tokenpilot.policy import Candidate, Situation
-from tokenfleet.tokenpilot.state import Waiting
-from tokenfleet_schemas.placement import (
-    PlacementRequested,
-)
+from tokenfleet.tokenpilot.policy import Asked, Candidate, Lack, Situation
+from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
+from tokenfleet.tokenpilot.state import Forecast, Load, Waiting, pairs
+from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested
 from tokenfleet_schemas.request import Ask
+
+#: pools up to this size are named in full in every decision
+_NAMED_MAX = 16
+_LACKS: tuple[Lack, ...] = ("", "sequences", "kv_tokens", "prefill_tokens")
 
 
 class Choosing(Desk):
     """See the module."""
 
     def _consider(
-        self, request: PlacementRequested, waiting: Waiting, now_ms: float, *, force: bool = False
+        self, request: PlacementRequested, waiting: Waiting, now_ms: float, *, force: bool = False, only: str = ""
     ) -> tuple[Situation, list[Candidate]]:
-        ask, state = request.ask, self.state
+        """The situation and its candidates in order of names; `only` is among them whatever it costs."""
+        ask = request.ask
+        board = self._board(ask.model, now_ms)
         rtt_ms = self.fleet.rtt_ms(ask.entry, self.site) or 0.0
         slack_ms = None if ask.ttft_ms is None else ask.ttft_ms - waiting.elapsed_ms(now_ms) - rtt_ms
         situation = Situation(self.fleet, request, now_ms, self.knobs, slack_ms, force)
-        chain = self._chain(ask)
-        decode_tokens = self._expected_tokens(ask)
+        situation.decode_tokens = policy.expected_tokens(ask, self._expected_tokens(ask))
+        if not board.names:
+            return situation, []
+        margin = self.state.margins.get(ask.service_class)
+        situation.margin = margin.share if margin is not None else 0.0
+        situation.residual = self._residual(ask)
+        asked = self._asked(ask, board, situation.decode_tokens)
+        codes: Codes = np.zeros(len(board.names), np.int8)
+        for one in self.filters:
+            found = one(situation, board)
+            codes = np.where(codes == 0, found, codes)
+        prefill_left = np.maximum(0.0, board.lookahead_tokens - board.prefill_tokens)
+        lacks = np.where((asked.prefill_tokens > prefill_left) & (board.prefill_tokens > 0), 3, 0)
+        lacks = np.where(asked.lacks_kv, 2, lacks)
+        lacks = np.where(asked.sequences_left < 1, 1, lacks)
+        terms = self.scorer(situation, board, asked)
+        able = codes == 0
+        situation.board, situation.able_rows, situation.roomy_rows = board, able, able & (lacks == 0)
+        situation.able = int(able.sum())
+        ties = board.ties(ask.request_id)
+        rows = self._named(situation, terms, ties, only)
         candidates: list[Candidate] = []
-        for name, heard in sorted(state.view.instances(self.site).items()):
-            report = heard.report
-            if report.model != ask.model:
-                continue
-            load = state.load(name)
-            hit = self.index.hit_tokens(name, chain, ask.prefix_stride) if chain else 0
-            work = policy.work_of(ask, hit, decode_tokens, report.kv_tokens_total)
-            room = policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs)
-            rate = policy.prefill_rate(self.fleet, self.site, heard)
-            one = Candidate(name, heard, load, room, hit, work, rate)
-            one.out = next((why for f in self.filters if (why := f(situation, one))), "")
-            one.lacks = "" if one.out else room.lacks(work)
-            candidates.append(one)
-        self.scorer(situation, [c for c in candidates if not c.out])
+        columns = [(name, column.tolist()) for name, column in _take(terms, rows).items()]
+        ties_, hits = ties[rows].tolist(), asked.hit_tokens[rows].tolist()
+        for n, row in enumerate(rows):
+            heard, name = board.heards[row], board.names[row]
+            load = self.state.load(name)
+            candidate = Candidate(
+                name,
+                heard,
+                load,
+                policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs),
+                int(hits[n]),
+                policy.work_of(ask, int(hits[n]), situation.decode_tokens, heard.report.kv_tokens_total),
+                policy.prefill_rate(self.fleet, self.site, heard),
+                out=REASONS[codes[row]],
+                tie=ties_[n],
+            )
+            if not candidate.out:
+                candidate.lacks = _LACKS[lacks[row]]
+                candidate.terms = {term: column[n] for term, column in columns}
+            candidates.append(candidate)
         return situation, candidates
+
+    def _named(self, situation: Situation, terms: dict[str, Column], ties: Column, only: str) -> list[int]:
+        """Rows of the candidates to name: everybody in a small pool, else the cheapest with room and of all."""
+        board, able, roomy = situation.board, situation.able_rows, situation.roomy_rows
+        assert board is not None
+        count = len(board.names)
+        if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement == "round-robin":
+            return list(range(count))
+        cost = np.round(terms.get("cost_ms", terms["total_ms"]), 1)
+        half = max(1, self.knobs.shortlist // 2)
+        rows: set[int] = set()
+        for among in (roomy, able):
+            these = np.flatnonzero(among)
+            if these.size > half:
+                # All that could be among the cheapest by cost, then the ties in order.
+                limit = np.partition(cost[these], half - 1)[half - 1]
+                these = these[cost[these] <= limit]
+                these = these[np.lexsort((ties[these], cost[these]))[:half]]
+            rows.update(these.tolist())
+        if only in board.row:
+            rows.add(board.row[only])
+        return sorted(rows)
+
+    def _asked(self, ask: Ask, board: Board, decode_tokens: int) -> Asked:
+        chain = self._chain(ask)
+        if chain:
+            by_number = self.index.hit_column(chain, ask.prefix_stride)
+            hits = by_number[board.number.astype(np.intp)]
+        else:
+            hits = np.zeros(len(board.names))
+        prefill = np.maximum(1.0, ask.input_tokens - hits)
+        kv_tokens = np.minimum(float(ask.input_tokens + decode_tokens), board.kv_total)
+        kv_left = np.maximum(0.0, board.kv_total - board.kv_tokens - board.foreign_kv_tokens)
+        empty = board.sequences + board.foreign_sequences == 0
+        return Asked(hits, prefill, kv_tokens, board.sequences_left(), kv_left, (kv_tokens > kv_left) & ~empty)
 
     def _chain(self, ask: Ask) -> tuple[bytes, ...]:
         if not ask.prefix:
@@ -52,5 +123,92 @@ class Choosing(Desk):
             return ()  # a foreign publisher's garbage costs that request its affinity, nothing else
 
     def _expected_tokens(self, ask: Ask) -> float:
-        length = self.state.lengths.get(f"{ask.model} {ask.service_class} {ask.task}")
-        return length.mean_tokens if length is not None and length.count else float(self.knobs.prior_decode_tokens)
+        known = self.state.lengths.find(ask.tenant, ask.task, ask.model)
+        return known.mean_tokens if known is not None else float(self.knobs.prior_decode_tokens)
+
+    # ------------------------------------------------------------------------------------------ what columns mirror
+
+    @property
+    def scorer(self) -> policy.Scorer:
+        """The scorer given, else the one that the fleet file names; round robin asks for none and gets the simplest."""
+        return self._scorer or policy.SCORERS.get(self.fleet.policy.placement, policy.least_work)
+
+    def _board(self, model: str, now_ms: float) -> Board:
+        """The columns of a model's instances, up to date."""
+        instances = self.state.view.instances(self.site)
+        board = self._boards.get(model)
+        if board is None or board.fleet is not self.fleet:
+            board = self._boards[model] = Board(self.fleet, self.site, self.knobs)
+            self._lay_out(model, board, instances, now_ms)
+            return board
+        dirty = board.dirty | board.watched
+        board.dirty = set()
+        for name in dirty:
+            heard = instances.get(name)
+            here = heard is not None and heard.report.model == model
+            if here != (name in board.row):
+                self._lay_out(model, board, instances, now_ms)
+                break
+            if heard is not None and here:
+                self._mirror(board, name, heard, now_ms)
+        return board
+
+    def _lay_out(self, model: str, board: Board, instances: dict[str, Heard], now_ms: float) -> None:
+        mine = {name: heard for name, heard in instances.items() if heard.report.model == model}
+        board.lay_out(mine)
+        for name, heard in mine.items():
+            self._mirror(board, name, heard, now_ms)
+
+    def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
+        rate = policy.prefill_rate(self.fleet, self.site, heard)
+        board.set(name, heard, self.state.load(name), self._model(name, heard), rate, self.index.number(name), now_ms)
+
+    def _forecast(self, assigned: PlacementAssigned, entry: str, now_ms: float) -> Forecast | None:
+        """What is predicted of an assignment, by whoever made it: every replica learns the same from its outcome."""
+        heard = self.state.view.instances(self.site).get(assigned.instance)
+        if heard is None:
+            return None
+        work, load = assigned.work, self.state.load(assigned.instance)
+        model = self._model(assigned.instance, heard)
+        budget = float(heard.report.token_budget)
+        decoding = float(load.decoding + load.foreign_sequences)
+        kv_read = load.decode_kv_tokens()
+        room = max(budget / 8.0, budget - decoding)
+        done = max(0.0, now_ms - load.anchor_ms) / self._per_token_ms(heard, load, model)
+        ahead = max(0.0, load.prefill_tokens - done)
+        ahead_pairs = load.pairs * ahead / max(1, load.prefill_tokens)
+        own = float(work.prefill_tokens)
+        features = ttft_features(ahead, ahead_pairs, own, float(pairs(work)), decoding, kv_read, budget)
+        physics_ms = model.ttft.predict(features)
+        at = bucket(ahead / room, decoding, float(heard.report.max_sequences or self.knobs.unknown_kv_sequences))
+        residual = self.state.residuals.get(model.key)
+        said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
+        rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
+        per_token = tpot_features(decoding, kv_read, (ahead + own) / room)
+        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms)
+
+    def _per_token_ms(self, heard: Heard, load: Load, model: Model) -> float:
+        """Time per prefilled token with the steps' own cost in it, as the scorer reckons it."""
+        _, token_ms, _, step_ms, kv_ms = model.ttft.coefficients()
+        decoding, budget = load.decoding + load.foreign_sequences, heard.report.token_budget
+        room = max(budget / 8.0, budget - decoding)
+        return token_ms + (step_ms + kv_ms * load.decode_kv_tokens() + token_ms * decoding) / room
+
+    def _residual(self, ask: Ask) -> Column | None:
+        found = self.state.residuals.get(f"{ask.model} {ask.version}")
+        return np.array(found.means) if found is not None and found.helps else None
+
+    def _model(self, instance: str, heard: Heard) -> Model:
+        """What was learned of the instance with its present model version."""
+        report = heard.report
+        key = f"{report.model} {report.version}"
+        known = self.state.models.get(instance)
+        if known is None or known.key != key:
+            rate = policy.prefill_rate(self.fleet, self.site, heard)
+            known = Model.of(key, rate, self.knobs.unknown_prefill_tokens_per_s)
+            self.state.models[instance] = known
+        return known
+
+
+def _take(terms: dict[str, Column], rows: list[int]) -> dict[str, Column]:
+    return {name: column[rows] for name, column in terms.items()}

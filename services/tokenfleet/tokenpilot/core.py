@@ -150,6 +150,7 @@ class TokenPilot(Folding):
         if found.state.site != self.site:
             raise ValueError(f"a snapshot of site {found.state.site!r}, not {self.site!r}")
         self.state = found.state
+        self._boards.clear()
         self.offices.marks = found.marks
         self._ensure_pools()
 
@@ -169,6 +170,8 @@ class TokenPilot(Folding):
             "booked_kv_tokens": {},
             "booked_decoding": {},
             "breaker_open": {},
+            "lookahead_budgets": {},
+            "prediction_error": {},
         }
         for name, load in self.state.loads.items():
             here = (("instance", name),)
@@ -176,6 +179,9 @@ class TokenPilot(Folding):
             found["booked_prefill_tokens"][here] = float(load.prefill_tokens)
             found["booked_kv_tokens"][here] = float(load.kv_tokens)
             found["booked_decoding"][here] = float(load.decoding)
+            found["lookahead_budgets"][here] = load.lookahead(self.knobs)
+            if name in self.state.models:
+                found["prediction_error"][here] = self.state.models[name].error
             found["breaker_open"][here] = float(load.breaker.opened_ms is not None)
         return found
 

@@ -6,6 +6,7 @@ Decides under an office only. Refuses to know where messages come from and when 
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from tokenfleet.effects import Effect, Note, Publish
 from tokenfleet.tokenpilot import policy
@@ -45,7 +46,7 @@ class Deciding(Choosing):
         self, scope: str, pool: Pool, waiting: Waiting, now_ms: float, *, how: str, only: str = "", number: int = 0
     ) -> Iterator[Effect]:
         """Place a held request whose turn has come; held again if the room it needs is not there."""
-        situation, candidates = self._consider(waiting.request, waiting, now_ms, force=True)
+        situation, candidates = self._consider(waiting.request, waiting, now_ms, force=True, only=only)
         able = [c for c in candidates if not c.out and only in ("", c.name)]
         chosen = self.picker(situation, able)
         if chosen is not None:
@@ -86,7 +87,9 @@ class Deciding(Choosing):
     ) -> Iterator[Effect]:
         request, ask, report = waiting.request, waiting.request.ask, chosen.heard.report
         predicted_ttft_ms = None
-        if chosen.rate is not None:
+        model = self._model(chosen.name, chosen.heard)
+        by_model = "tpot_ms" in chosen.terms and model.known
+        if chosen.rate is not None or by_model:
             rtt_ms = self.fleet.rtt_ms(ask.entry, self.site) or 0.0
             predicted_ttft_ms = waiting.elapsed_ms(now_ms) + chosen.total_ms + rtt_ms
         term = self.offices.term(scope)
@@ -111,7 +114,7 @@ class Deciding(Choosing):
             work=chosen.work,
             prefix_hit_tokens=chosen.hit_tokens,
             predicted_ttft_ms=predicted_ttft_ms,
-            predicted_tpot_ms=chosen.load.tpot_ms,
+            predicted_tpot_ms=chosen.terms["tpot_ms"] if by_model else chosen.load.tpot_ms,
             how=how,
             release_number=number,
             candidates=policy.considered(candidates, chosen),
@@ -142,6 +145,7 @@ class Deciding(Choosing):
             request=request,
             revision=assigned.revision,
             release_number=assigned.release_number,
+            forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
         self.state.load(assigned.instance).breaker.booked(booking.id, now_ms, self.knobs)
@@ -149,7 +153,7 @@ class Deciding(Choosing):
         if waiting is not None:
             chain = self._chain(waiting.request.ask)
             if chain:
-                self.index.add(assigned.instance, chain)
+                self.index.add(assigned.instance, chain, waiting.request.ask.prefix_stride)
         self._touch(assigned.instance)
 
     def _hold(
@@ -166,7 +170,7 @@ class Deciding(Choosing):
     ) -> Iterator[Effect]:
         request, ask = waiting.request, waiting.request.ask
         able = [c for c in candidates if not c.out]
-        home = min(able, key=lambda c: policy.preference(ask.request_id, c), default=None)
+        home = min(able, key=policy.preference, default=None)
         patience_left_ms = waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms)
         if home is None:
             lacks = NO_INSTANCE
@@ -178,9 +182,9 @@ class Deciding(Choosing):
             before = pool.held - (mine is not None)
             before_tokens = pool.held_prefill_tokens - (mine.work.prefill_tokens if mine is not None else 0)
             prefill_ms = before_tokens * own_ms / max(1, work.prefill_tokens)
-            wait_ms += max(prefill_ms, before * policy.slot_ms(home)) / len(able)
+            wait_ms += max(prefill_ms, before * home.terms["slot_ms"]) / situation.able
         else:
-            work = policy.work_of(ask, 0, self._expected_tokens(ask), None)
+            work = policy.work_of(ask, 0, situation.decode_tokens, None)
             # Nobody could serve it now, so nobody knows: as long as it would wait at all.
             wait_ms = max(0.0, patience_left_ms)
             own_ms = 1000.0 * work.prefill_tokens / self.knobs.unknown_prefill_tokens_per_s
@@ -219,11 +223,15 @@ class Deciding(Choosing):
         yield Publish(held)
         yield Note("held", {"lacks": held.lacks})
         # Room that nobody waited for was not offered, and room that was left empty may be right for this one.
-        for candidate in able:
-            offer = self._offer_of(candidate.name)
-            if first or (offer.unanswered_since_ms is None and number == 0 and not candidate.lacks):
+        board = situation.board
+        if board is None:
+            return
+        for row in np.flatnonzero(situation.able_rows).tolist():
+            name = board.names[row]
+            offer = self._offer_of(name)
+            if first or (offer.unanswered_since_ms is None and number == 0 and situation.roomy_rows[row]):
                 offer.declined_until_ms, offer.last_released = -INFINITY, -1
-                self._touch(candidate.name)
+                self._touch(name)
 
     def _say_again(self, scope: str, booking: Booking, now_ms: float) -> Iterator[Effect]:
         """Answer a repeated question with the same decision: the same id, so the same booking."""

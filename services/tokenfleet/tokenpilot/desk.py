@@ -12,6 +12,7 @@ from tokenfleet.eligibility import FRESH_MS
 from tokenfleet.fleet import Fleet
 from tokenfleet.offices import Offices
 from tokenfleet.tokenpilot import policy
+from tokenfleet.tokenpilot.board import Board
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
 from tokenfleet.tokenpilot.prefix_index import PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
@@ -63,8 +64,12 @@ class Desk:
         self.replica = replica
         self.knobs = knobs or Knobs()
         self.filters = filters
-        self.scorer = scorer or policy.least_work
+        self._scorer = scorer
         self.picker = picker or policy.worth_waiting
+        #: a picker of somebody else's sees every candidate, not the best only
+        self._everybody = picker is not None
+        #: columns per model
+        self._boards: dict[str, Board] = {}
         self.offices = Offices(replica)
         self.index = PrefixIndex(self.knobs.prefix_digests)
         self.state = State(site)
@@ -77,6 +82,8 @@ class Desk:
     def _touch(self, name: str) -> None:
         """The instance's load or report changed: its room may be offered."""
         self._touched.add(name)
+        for board in self._boards.values():
+            board.dirty.add(name)
 
     def _queued(self, pool: Pool, but: Waiting) -> int:
         """How many others wait for room here; who waits for an instance does not close the pool to newcomers."""
@@ -105,7 +112,8 @@ class Desk:
             self._offers.pop(name, None)
 
     def _touch_pool(self, pool: Pool) -> None:
-        self._touched.update(self._instances_of(pool))
+        for name in self._instances_of(pool):
+            self._touch(name)
 
     def _offer_of(self, name: str) -> Offer:
         return self._offers.setdefault(name, Offer())

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from tokenfleet.effects import Effect, Note
 from tokenfleet.tokenpilot.desk import FORGET_MS
+from tokenfleet.tokenpilot.predictor import Margin, Residual
 from tokenfleet.tokenpilot.rooms import Rooms
-from tokenfleet.tokenpilot.state import Booking, Waiting
+from tokenfleet.tokenpilot.state import Booking, Forecast, Waiting
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
@@ -203,8 +204,8 @@ class Folding(Rooms):
             key = message.booking or f"{message.request_id}:started:{message.attempt}"
             if key in self.state.bookings:
                 return
-            length = self.state.lengths.get(f"{message.model} {message.service_class} ")
-            expected = round(length.mean_tokens) if length is not None else self.knobs.prior_decode_tokens
+            length = self.state.lengths.find(message.tenant, "", message.model)
+            expected = max(1, round(length.mean_tokens)) if length is not None else self.knobs.prior_decode_tokens
             booking = Booking(
                 id=key,
                 request_id=message.request_id,
@@ -227,9 +228,8 @@ class Folding(Rooms):
                 pool.drop(message.request_id)
             self._touch(message.instance)
             yield Note("booked_by_start")
-        elif self.state.start(booking):
-            booking.confirmed, booking.request = True, None
-            self._touch(booking.instance)
+        else:
+            self._first_token(booking, message, now_ms)
 
     def _finished(self, message: OutcomeFinished, now_ms: float) -> Iterator[Effect]:
         state, request_id = self.state, message.request_id
@@ -239,11 +239,11 @@ class Folding(Rooms):
             state.gone[f"attempt {request_id}#{message.attempt}"] = now_ms
         if message.final:
             state.gone[f"request {request_id}"] = now_ms
-        booked_ms = now_ms
+        booked_ms, judged = now_ms, None
         for booking in state.bookings_of(request_id):
             if message.final or booking.attempt <= message.attempt or booking.id == message.booking:
                 if booking.id == message.booking:
-                    booked_ms = booking.booked_ms
+                    booked_ms, judged = booking.booked_ms, booking
                 state.release(booking.id, now_ms)
                 self._touch(booking.instance)
         for pool in state.pools.values():
@@ -252,20 +252,66 @@ class Folding(Rooms):
                 pool.drop(request_id)
         state.settle(request_id, message.gateway)
         if not known and message.instance and self._is_ours(message.instance):
-            yield from self._learn(message, booked_ms, now_ms)
+            yield from self._learn(message, judged, booked_ms, now_ms)
 
-    def _learn(self, message: OutcomeFinished, booked_ms: float, now_ms: float) -> Iterator[Effect]:
+    def _first_token(self, booking: Booking, message: OutcomeStarted, now_ms: float) -> None:
+        """Its prefill is done: what the engine has computed beyond it is credited to those that follow."""
+        load = self.state.load(booking.instance)
+        heard = self.state.view.instances(self.site).get(booking.instance)
+        anchor_ms = load.anchor_ms
+        if not self.state.start(booking):
+            return
+        booking.confirmed, booking.request = True, None
+        load.first_tokens += 1
+        if load.prefill_tokens and heard is not None:
+            per_token_ms = self._per_token_ms(heard, load, self._model(booking.instance, heard))
+            beyond = (now_ms - anchor_ms) / per_token_ms - booking.work.prefill_tokens
+            credit = max(0.0, min(beyond, float(heard.report.token_budget), float(load.prefill_tokens)))
+            load.anchor_ms = now_ms - credit * per_token_ms
+        pool = self._pool(message.model, message.version)
+        if pool is not None:
+            load.feed(starved=not load.prefill_tokens and pool.held > pool.blocked, knobs=self.knobs)
+        self._touch(booking.instance)
+
+    def _learn(
+        self, message: OutcomeFinished, booking: Booking | None, booked_ms: float, now_ms: float
+    ) -> Iterator[Effect]:
         load = self.state.load(message.instance)
         if load.breaker.judge(message.outcome, booked_ms, now_ms, self.knobs):
             yield Note("breaker_opened", {"instance": message.instance}, {"outcome": message.outcome}, level="warning")
         self._touch(message.instance)
         if message.outcome != "completed":
             return  # a cut answer teaches neither length nor pace
-        self.state.length(message.model, message.service_class, message.task).learn(message.output_tokens)
-        self.state.length(message.model, message.service_class, "").learn(message.output_tokens)
+        self.state.lengths.learn(message.tenant, message.task, message.model, message.output_tokens)
         tpot_ms = message.times.tpot_ms
         if tpot_ms is not None:
             load.tpot_ms = tpot_ms if load.tpot_ms is None else load.tpot_ms + 0.1 * (tpot_ms - load.tpot_ms)
+        if booking is None:
+            return
+        if not booking.started:
+            load.first_tokens += 1
+        if booking.forecast is not None and booking.instance == message.instance:
+            yield from self._learn_pace(message, booking.forecast)
+
+    def _learn_pace(self, message: OutcomeFinished, forecast: Forecast) -> Iterator[Effect]:
+        """What was predicted, against what came: only whole answers of the incarnation that it was predicted for."""
+        heard = self.state.view.instances(self.site).get(message.instance)
+        times = message.times
+        if heard is None or times.ttft_ms is None or times.queue_ms is None:
+            return
+        model = self._model(message.instance, heard)
+        if model.key != f"{message.model} {message.version}":
+            return
+        actual_ms = times.ttft_ms - times.queue_ms - forecast.rtt_ms
+        if actual_ms > 0:
+            self.state.margins.setdefault(message.service_class, Margin()).learn(forecast.said_ms, actual_ms)
+            self.state.residuals.setdefault(model.key, Residual()).learn(
+                forecast.bucket, forecast.physics_ms, actual_ms
+            )
+            if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms):
+                yield Note("prediction_drift", {"instance": message.instance}, level="warning")
+        if times.tpot_ms is not None and message.output_tokens > 1:
+            model.tpot.learn(forecast.tpot_features, times.tpot_ms)
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> Iterator[Effect]:
         for request_id in self.state.presence.lease(message, now_ms):
@@ -292,10 +338,12 @@ class Folding(Rooms):
                 # The engine began anew: its gauges and its cache are gone, what we booked there is not (P01).
                 load.breaker.reset()
                 load.foreign = []
+                load.cold_since_ms, load.first_tokens = now_ms, 0
                 self.index.clear(message.instance)
                 yield Note("incarnation_changed", {"instance": message.instance}, level="info")
             load.incarnation = message.incarnation
         load.sample(message)
+        self.index.limit(message.instance, message.kv_tokens_total)
         self._touch(message.instance)
         scope = self._scope(message.model, message.version)
         pool = self.state.pools.get(scope)
@@ -311,6 +359,7 @@ class Folding(Rooms):
 
     def _start_anew(self, now_ms: float) -> None:
         self.state.view.renew(now_ms)
+        self._boards.clear()
         for offer in self._offers.values():
             if offer.unanswered_since_ms is not None:
                 offer.unanswered_since_ms = now_ms
@@ -319,9 +368,13 @@ class Folding(Rooms):
 
     def _forget(self, now_ms: float) -> None:
         """Drop what is left of instances that are gone."""
+        known = len(self.state.view.instances(self.site))
         self.state.view.forget(now_ms - FORGET_MS)
+        if len(self.state.view.instances(self.site)) != known:
+            self._boards.clear()
         present = self.state.view.instances(self.site)
         for name in [n for n, load in self.state.loads.items() if n not in present and load.sequences == 0]:
             del self.state.loads[name]
+            self.state.models.pop(name, None)
             self._offers.pop(name, None)
-            self.index.clear(name)
+            self.index.clear(name, gone=True)

@@ -12,6 +12,9 @@ import msgspec
 from tokenfleet.eligibility import CapacityView
 from tokenfleet.presence import Presence
 from tokenfleet.tokenpilot.breaker import Breaker
+from tokenfleet.tokenpilot.lengths import LengthBook
+from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
+from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementRequested, Work
 
@@ -21,8 +24,27 @@ FOREIGN_SAMPLES = 3
 NO_INSTANCE = "instance"
 
 
+INFINITY = float("inf")
+#: a new incarnation is seen as any other after so many first tokens, or so long, ms
+WARM_TOKENS, WARM_MS = 8, 10_000.0
+
+
 class BookingError(ValueError):
     """A booking was made twice: a bug in the core, never an input's fault."""
+
+
+class Forecast(msgspec.Struct):
+    """A prediction with all that is needed to learn from its outcome."""
+
+    ttft_features: list[float]
+    #: from dispatch to first token, by physics alone; and with the residual, as it was said
+    physics_ms: float
+    said_ms: float
+    #: of the residual
+    bucket: int
+    tpot_features: list[float]
+    #: round trip between gateway and instance, part of what the gateway sees
+    rtt_ms: float = 0.0
 
 
 class Booking(msgspec.Struct):
@@ -48,6 +70,8 @@ class Booking(msgspec.Struct):
     revision: int = 0
     #: highest release number that this booking answers
     release_number: int = 0
+    #: what the prediction for its instance was made from, and what it was; None: nothing was predicted
+    forecast: Forecast | None = None
 
 
 class Waiting(msgspec.Struct):
@@ -92,7 +116,42 @@ class Load(msgspec.Struct):
     foreign: list[tuple[int, float]] = []
     #: learned time per output token, ms; None: nothing learned
     tpot_ms: float | None = None
+    #: attention of the prefill that is booked and has no first token, pairs of tokens
+    pairs: int = 0
+    #: since when the engine has computed at that prefill; infinite: nothing is booked
+    anchor_ms: float = INFINITY
+    #: look-ahead, token budgets; None: the knob's
+    lookahead_budgets: float | None = None
+    #: first tokens since the engine last ran dry while requests waited
+    fed: int = 0
+    #: when this incarnation was first heard of, and first tokens since; None: from the beginning, as all others
+    cold_since_ms: float | None = None
+    first_tokens: int = 0
     breaker: Breaker = msgspec.field(default_factory=Breaker)
+
+    def lookahead(self, knobs: Knobs) -> float:
+        """Prefill chunks that the engine may have ahead."""
+        return knobs.lookahead_budgets if self.lookahead_budgets is None else self.lookahead_budgets
+
+    def feed(self, starved: bool, knobs: Knobs) -> None:
+        """A first token came: more look-ahead where the engine ran dry while requests waited, less while it never does.
+
+        Up at once, down slowly: idle time is lost for good, a queue inside the engine only cannot be reordered.
+        """
+        if starved:
+            self.lookahead_budgets = min(knobs.lookahead_max, self.lookahead(knobs) + knobs.lookahead_step)
+            self.fed = 0
+            return
+        self.fed += 1
+        if self.fed >= knobs.lookahead_patience:
+            self.lookahead_budgets = max(knobs.lookahead_min, self.lookahead(knobs) - knobs.lookahead_step)
+            self.fed = 0
+
+    def warmth(self, now_ms: float) -> float:
+        """Share of requests that may see a new incarnation as it is: grows with first tokens and with time."""
+        if self.cold_since_ms is None:
+            return 1.0
+        return min(1.0, max((1 + self.first_tokens) / WARM_TOKENS, (now_ms - self.cold_since_ms) / WARM_MS))
 
     @property
     def foreign_sequences(self) -> int:
@@ -103,6 +162,10 @@ class Load(msgspec.Struct):
     def foreign_kv_tokens(self) -> int:
         """KV tokens beyond our bookings that persisted over the last reports."""
         return int(min((tokens for _, tokens in self.foreign), default=0.0))
+
+    def decode_kv_tokens(self) -> float:
+        """KV tokens that the decodes of a step read: of what is booked, the share that decodes."""
+        return self.kv_tokens * self.decoding / max(1, self.sequences) + self.foreign_kv_tokens
 
     def sample(self, report: CapacityReported) -> None:
         """Fold a report's load: what our bookings do not explain is foreign. An unknown sample teaches nothing."""
@@ -115,16 +178,10 @@ class Load(msgspec.Struct):
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
 
 
-class Length(msgspec.Struct):
-    """Learned output length of a class of requests."""
-
-    count: int = 0
-    mean_tokens: float = 0.0
-
-    def learn(self, tokens: int) -> None:
-        """Mean of the first 20, then exponentially weighted."""
-        self.count += 1
-        self.mean_tokens += (tokens - self.mean_tokens) / min(self.count, 20)
+def pairs(work: Work) -> int:
+    """Attention of a prefill: pairs of a computed token and one before it; the context is what the hit saves."""
+    hit_tokens = max(0, work.kv_tokens - work.decode_tokens - work.prefill_tokens)
+    return work.prefill_tokens * (2 * hit_tokens + work.prefill_tokens) // 2
 
 
 class Pool(msgspec.Struct):
@@ -179,7 +236,13 @@ class State(msgspec.Struct):
     presence: Presence = msgspec.field(default_factory=Presence)
     #: `request ID`, `attempt ID#n`, `booking ID`, `outcome ID` → when it ended
     gone: dict[str, float] = {}
-    lengths: dict[str, Length] = {}
+    lengths: LengthBook = msgspec.field(default_factory=LengthBook)
+    #: instance → what was learned of it
+    models: dict[str, Model] = {}
+    #: model version → what the physics of its instances miss
+    residuals: dict[str, Residual] = {}
+    #: class → margin of its predictions
+    margins: dict[str, Margin] = {}
     #: highest term heard of each other office that commands us
     terms: dict[str, int] = {}
 
@@ -204,7 +267,10 @@ class State(msgspec.Struct):
         if booking.started:
             load.decoding += 1
         else:
+            if not load.prefill_tokens:
+                load.anchor_ms = booking.booked_ms
             load.prefill_tokens += booking.work.prefill_tokens
+            load.pairs += pairs(booking.work)
 
     def start(self, booking: Booking) -> bool:
         """Move it from prefill to decode; False if it had been moved."""
@@ -212,7 +278,7 @@ class State(msgspec.Struct):
             return False
         booking.started = True
         load = self.loads[booking.instance]
-        load.prefill_tokens -= booking.work.prefill_tokens
+        self._computed(load, booking.work)
         load.decoding += 1
         return True
 
@@ -232,9 +298,16 @@ class State(msgspec.Struct):
         if booking.started:
             load.decoding -= 1
         else:
-            load.prefill_tokens -= booking.work.prefill_tokens
+            self._computed(load, booking.work)
         load.breaker.released(booking_id)
         return booking
+
+    def _computed(self, load: Load, work: Work) -> None:
+        """Prefill that is no longer ahead of anybody."""
+        load.prefill_tokens -= work.prefill_tokens
+        load.pairs -= pairs(work)
+        if not load.prefill_tokens:
+            load.anchor_ms = INFINITY
 
     def bookings_of(self, request_id: str) -> list[Booking]:
         """Bookings of a request at this site, oldest first."""
@@ -256,7 +329,3 @@ class State(msgspec.Struct):
         # looked at every second and long: no copy of it
         for key in list(takewhile(lambda key: self.gone[key] < before_ms, self.gone)):
             del self.gone[key]
-
-    def length(self, model: str, service_class: str, task: str) -> Length:
-        """Learned output length of requests like this."""
-        return self.lengths.setdefault(f"{model} {service_class} {task}", Length())
