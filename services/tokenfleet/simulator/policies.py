@@ -20,7 +20,7 @@ from tokenfleet.tokenpilot.core import TokenPilot
 SITES = ("home-first", "round-robin", *SITE_RULES)
 ADMISSIONS = ("pools", "none", *ORDERS)
 #: placement rules of the live TokenPilot
-LIVE_PLACEMENTS = ("least-work", "round-robin")
+LIVE_PLACEMENTS = ("least-work", "predicted-latency", "round-robin")
 
 #: names for whole combinations; a baseline alone admits everybody and asks the home site
 NAMED: dict[str, str] = {
@@ -41,9 +41,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def applied(self, fleet: Fleet) -> Fleet:
         """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
-        at_once = self.placement in RULES or self.placement == "round-robin"
+        live = self.placement if self.placement in LIVE_PLACEMENTS else "least-work"
         tables: dict[str, Any] = {
-            "placement": "round-robin" if at_once else "least-work",
+            "placement": "round-robin" if self.placement in RULES else live,
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
             "admission": "none" if self.admission in ORDERS else self.admission,
         }
@@ -68,7 +68,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def known() -> list[str]:
     """Every name that needs no slash."""
-    return [*NAMED, "least-work"]
+    return [*NAMED, *(name for name in LIVE_PLACEMENTS if name not in NAMED)]
 
 
 def choose(name: str) -> Choice:

@@ -5,6 +5,9 @@ the cheapest candidates are named, with room and without: whoever picks needs no
 messages.
 """
 
+import binascii
+from base64 import b64decode
+
 import numpy as np
 
 from tokenfleet import prefix
@@ -14,6 +17,7 @@ from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column
 from tokenfleet.tokenpilot.desk import Desk
 from tokenfleet.tokenpilot.policy import Asked, Candidate, Lack, Situation
 from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
+from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, chain_of
 from tokenfleet.tokenpilot.state import Forecast, Load, Waiting, pairs
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested
 from tokenfleet_schemas.request import Ask
@@ -50,32 +54,27 @@ class Choosing(Desk):
         lacks = np.where((asked.prefill_tokens > prefill_left) & (board.prefill_tokens > 0), 3, 0)
         lacks = np.where(asked.lacks_kv, 2, lacks)
         lacks = np.where(asked.sequences_left < 1, 1, lacks)
-        terms = self.scorer(situation, board, asked)
+        situation.bound_tokens = self._bound_tokens(ask, board, waiting)
+        terms = situation.terms = self.scorer(situation, board, asked)
         able = codes == 0
         situation.board, situation.able_rows, situation.roomy_rows = board, able, able & (lacks == 0)
         situation.able = int(able.sum())
         ties = board.ties(ask.request_id)
         rows = self._named(situation, terms, ties, only)
+        names = list(terms)
+        by_row = np.array([terms[term] for term in names])[:, rows].T.tolist()
+        some = zip(rows, by_row, ties[rows].tolist(), asked.hit_tokens[rows].tolist(), strict=True)
         candidates: list[Candidate] = []
-        columns = [(name, column.tolist()) for name, column in _take(terms, rows).items()]
-        ties_, hits = ties[rows].tolist(), asked.hit_tokens[rows].tolist()
-        for n, row in enumerate(rows):
-            heard, name = board.heards[row], board.names[row]
+        for row, values, tie, hit in some:
+            heard, name, rate = board.heards[row], board.names[row], board.rate.item(row)
+            work = policy.work_of(ask, int(hit), situation.decode_tokens, heard.report.kv_tokens_total)
             load = self.state.load(name)
-            candidate = Candidate(
-                name,
-                heard,
-                load,
-                policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs),
-                int(hits[n]),
-                policy.work_of(ask, int(hits[n]), situation.decode_tokens, heard.report.kv_tokens_total),
-                policy.prefill_rate(self.fleet, self.site, heard),
-                out=REASONS[codes[row]],
-                tie=ties_[n],
-            )
-            if not candidate.out:
+            candidate = Candidate(name, heard, load, int(hit), work, None if rate != rate else rate, tie=tie)
+            if codes[row]:
+                candidate.out = REASONS[codes[row]]
+            else:
                 candidate.lacks = _LACKS[lacks[row]]
-                candidate.terms = {term: column[n] for term, column in columns}
+                candidate.terms = dict(zip(names, values, strict=True))
             candidates.append(candidate)
         return situation, candidates
 
@@ -86,16 +85,13 @@ class Choosing(Desk):
         count = len(board.names)
         if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement == "round-robin":
             return list(range(count))
-        cost = np.round(terms.get("cost_ms", terms["total_ms"]), 1)
+        preferred = policy.preferences(terms.get("cost_ms", terms["total_ms"]), ties)
         half = max(1, self.knobs.shortlist // 2)
         rows: set[int] = set()
         for among in (roomy, able):
             these = np.flatnonzero(among)
             if these.size > half:
-                # All that could be among the cheapest by cost, then the ties in order.
-                limit = np.partition(cost[these], half - 1)[half - 1]
-                these = these[cost[these] <= limit]
-                these = these[np.lexsort((ties[these], cost[these]))[:half]]
+                these = these[np.argpartition(preferred[these], half)[:half]]
             rows.update(these.tolist())
         if only in board.row:
             rows.add(board.row[only])
@@ -103,7 +99,7 @@ class Choosing(Desk):
 
     def _asked(self, ask: Ask, board: Board, decode_tokens: int) -> Asked:
         chain = self._chain(ask)
-        if chain:
+        if chain.size:
             by_number = self.index.hit_column(chain, ask.prefix_stride)
             hits = by_number[board.number.astype(np.intp)]
         else:
@@ -114,19 +110,28 @@ class Choosing(Desk):
         empty = board.sequences + board.foreign_sequences == 0
         return Asked(hits, prefill, kv_tokens, board.sequences_left(), kv_left, (kv_tokens > kv_left) & ~empty)
 
-    def _chain(self, ask: Ask) -> tuple[bytes, ...]:
+    def _chain(self, ask: Ask) -> Chain:
         if not ask.prefix:
-            return ()
+            return EMPTY
+        if self._chain_of[0] == ask.prefix:
+            return self._chain_of[1]
         try:
-            return prefix.unpack(ask.prefix)
-        except prefix.PrefixError:
-            return ()  # a foreign publisher's garbage costs that request its affinity, nothing else
+            chain = chain_of(b64decode(ask.prefix, validate=True))
+        except (prefix.PrefixError, binascii.Error, ValueError):
+            chain = EMPTY  # a foreign publisher's garbage costs that request its affinity, nothing else
+        self._chain_of = ask.prefix, chain
+        return chain
 
     def _expected_tokens(self, ask: Ask) -> float:
         known = self.state.lengths.find(ask.tenant, ask.task, ask.model)
         return known.mean_tokens if known is not None else float(self.knobs.prior_decode_tokens)
 
     # ------------------------------------------------------------------------------------------ what columns mirror
+
+    @property
+    def picker(self) -> policy.Picker:
+        """The picker given, else the one that belongs to the scorer."""
+        return self._picker or policy.PICKERS.get(self.fleet.policy.placement, policy.worth_waiting)
 
     @property
     def scorer(self) -> policy.Scorer:
@@ -162,6 +167,20 @@ class Choosing(Desk):
     def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
         rate = policy.prefill_rate(self.fleet, self.site, heard)
         board.set(name, heard, self.state.load(name), self._model(name, heard), rate, self.index.number(name), now_ms)
+
+    def _bound_tokens(self, ask: Ask, board: Board, waiting: Waiting) -> Column:
+        """Prefill that others have bound to each instance."""
+        column = np.zeros(len(board.names))
+        pool = self._pool(ask.model, ask.version)
+        if pool is not None and pool.bound_tokens:
+            for name, tokens in pool.bound_tokens.items():
+                row = board.row.get(name)
+                if row is not None:
+                    column[row] = tokens
+            held = waiting.held
+            if held is not None and held.bound and held.home_instance in board.row:
+                column[board.row[held.home_instance]] -= held.work.prefill_tokens
+        return column
 
     def _forecast(self, assigned: PlacementAssigned, entry: str, now_ms: float) -> Forecast | None:
         """What is predicted of an assignment, by whoever made it: every replica learns the same from its outcome."""
@@ -208,7 +227,3 @@ class Choosing(Desk):
             known = Model.of(key, rate, self.knobs.unknown_prefill_tokens_per_s)
             self.state.models[instance] = known
         return known
-
-
-def _take(terms: dict[str, Column], rows: list[int]) -> dict[str, Column]:
-    return {name: column[rows] for name, column in terms.items()}

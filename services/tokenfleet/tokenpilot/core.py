@@ -85,6 +85,7 @@ class TokenPilot(Folding):
             if self.offices.term(scope):
                 yield from self._refuse_overdue(scope, pool, now_ms)
                 yield from self._fill_unanswered(scope, pool, now_ms)
+                yield from self._think_due(scope, pool, now_ms)
                 self._touch_due(pool, now_ms)
         for offer in self._offers.values():
             # Whatever was due is done by now, or its pool holds nothing any more.

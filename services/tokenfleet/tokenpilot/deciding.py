@@ -21,6 +21,7 @@ from tokenfleet_schemas.placement import (
     PlacementRefused,
     PlacementRequested,
 )
+from tokenfleet_schemas.request import Ask
 
 
 class Deciding(Choosing):
@@ -33,14 +34,24 @@ class Deciding(Choosing):
             yield from self._in_turn(scope, pool, waiting, now_ms)
             return
         situation, candidates = self._consider(request, waiting, now_ms)
-        closed = self._queued(pool, waiting) > 0
-        chosen = None if closed else self.picker(situation, [c for c in candidates if not c.out])
+        chosen, lacks = self._for_newcomer(pool, waiting, situation, candidates)
         if chosen is None:
-            lacks = "newcomer" if closed else ""
             yield from self._hold(scope, pool, waiting, situation, candidates, now_ms, lacks=lacks)
         else:
             how = "fallback" if request.fallback else "room"
             yield from self._assign(scope, pool, waiting, candidates, chosen, now_ms, how=how)
+
+    def _for_newcomer(
+        self, pool: Pool, waiting: Waiting, situation: Situation, candidates: Sequence[Candidate]
+    ) -> tuple[Candidate | None, str]:
+        """The choice, without the room that others wait for; and what a hold then lacks."""
+        if self._queued(pool, waiting) > 0:
+            return None, "newcomer"
+        able = [c for c in candidates if not c.out]
+        for candidate in able:
+            if candidate.name in pool.bound and not candidate.lacks:
+                candidate.lacks = "newcomer"
+        return self.picker(situation, able), ""
 
     def _place(
         self, scope: str, pool: Pool, waiting: Waiting, now_ms: float, *, how: str, only: str = "", number: int = 0
@@ -123,6 +134,7 @@ class Deciding(Choosing):
         self._book_assigned(pool, assigned, now_ms, request=request)
         yield Publish(assigned)
         yield Note("assigned", {"how": how})
+        self._expect_cached(ask, assigned.instance)  # after the answer has left: nobody waits for it
 
     def _book_assigned(
         self, pool: Pool, assigned: PlacementAssigned, now_ms: float, *, request: PlacementRequested | None
@@ -150,11 +162,24 @@ class Deciding(Choosing):
         self.state.book(booking)
         self.state.load(assigned.instance).breaker.booked(booking.id, now_ms, self.knobs)
         self.state.presence.open(request_id, assigned.gateway, "", now_ms)
-        if waiting is not None:
-            chain = self._chain(waiting.request.ask)
-            if chain:
-                self.index.add(assigned.instance, chain, waiting.request.ask.prefix_stride)
         self._touch(assigned.instance)
+
+    def _think_again(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
+        """Hold a bound request anew where its home is no longer worth waiting for, or is another."""
+        held = waiting.held
+        if held is None or not held.bound or waiting.release_number:
+            return
+        waiting.thought_ms = now_ms
+        situation, candidates = self._consider(waiting.request, waiting, now_ms)
+        home = min((c for c in candidates if not c.out), key=policy.preference, default=None)
+        if home is None or home.name != held.home_instance or not policy.bound(situation, home):
+            yield from self._hold(scope, pool, waiting, situation, candidates, now_ms, number=held.after_release)
+
+    def _expect_cached(self, ask: Ask, instance: str) -> None:
+        """The prompt will be in that instance's cache."""
+        chain = self._chain(ask)
+        if chain.size:
+            self.index.add(instance, chain, ask.prefix_stride)
 
     def _hold(
         self,
@@ -190,7 +215,7 @@ class Deciding(Choosing):
             own_ms = 1000.0 * work.prefill_tokens / self.knobs.unknown_prefill_tokens_per_s
         term = self.offices.term(scope)
         held = PlacementHeld(
-            id=f"{ask.request_id}:held:{self.site}:{request.attempt}:{request.revision}:{number}:{lacks}:{term}",
+            id=f"{ask.request_id}:held:{self.site}:{request.attempt}:{request.revision}:{number}:{waiting.turns}:{term}",
             cause=waiting.release_id or request.id,
             term=term,
             time_unix_ms=int(now_ms),
@@ -214,11 +239,14 @@ class Deciding(Choosing):
             received_unix_ms=ask.received_unix_ms,
             lacks=lacks,
             after_release=number,
+            bound=home is not None and policy.bound(situation, home),
+            turn=waiting.turns,
             candidates=policy.considered(candidates, None),
         )
         first = self._queued(pool, waiting) == 0
         pool.hold(waiting, held)
-        waiting.confirmed, waiting.said_ms = False, now_ms
+        waiting.turns += 1
+        waiting.confirmed, waiting.said_ms, waiting.thought_ms = False, now_ms, now_ms
         waiting.release_number, waiting.release_id = 0, ""
         yield Publish(held)
         yield Note("held", {"lacks": held.lacks})
@@ -226,7 +254,8 @@ class Deciding(Choosing):
         board = situation.board
         if board is None:
             return
-        for row in np.flatnonzero(situation.able_rows).tolist():
+        rows = [board.row[held.home_instance]] if held.bound else np.flatnonzero(situation.able_rows).tolist()
+        for row in rows:
             name = board.names[row]
             offer = self._offer_of(name)
             if first or (offer.unanswered_since_ms is None and number == 0 and situation.roomy_rows[row]):
@@ -316,12 +345,10 @@ class Deciding(Choosing):
             able = [c for c in candidates if not c.out]
             if not able:
                 continue
-            closed = self._queued(pool, waiting) > 0
-            chosen = None if closed else self.picker(situation, able)
+            chosen, lacks = self._for_newcomer(pool, waiting, situation, candidates)
             if chosen is not None:
                 yield from self._assign(scope, pool, waiting, candidates, chosen, now_ms, how="room")
             else:
-                lacks = "newcomer" if closed else ""
                 yield from self._hold(
                     scope, pool, waiting, situation, candidates, now_ms, lacks=lacks, number=held.after_release
                 )

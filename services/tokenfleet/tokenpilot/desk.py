@@ -14,7 +14,7 @@ from tokenfleet.offices import Offices
 from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.board import Board
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
-from tokenfleet.tokenpilot.prefix_index import PrefixIndex
+from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import NO_INSTANCE, Pool, State, Waiting
 from tokenfleet_schemas.placement import (
@@ -65,9 +65,11 @@ class Desk:
         self.knobs = knobs or Knobs()
         self.filters = filters
         self._scorer = scorer
-        self.picker = picker or policy.worth_waiting
+        self._picker = picker
         #: a picker of somebody else's sees every candidate, not the best only
         self._everybody = picker is not None
+        #: the last packed chain and its digests: a decision and its booking ask for the same
+        self._chain_of: tuple[str, Chain] = "", EMPTY
         #: columns per model
         self._boards: dict[str, Board] = {}
         self.offices = Offices(replica)
@@ -86,8 +88,9 @@ class Desk:
             board.dirty.add(name)
 
     def _queued(self, pool: Pool, but: Waiting) -> int:
-        """How many others wait for room here; who waits for an instance does not close the pool to newcomers."""
-        return pool.held - pool.blocked - (queued_work(but) is not None)
+        """How many others wait for any room here; who waits for an instance does not close the pool to newcomers."""
+        mine = but.held is not None and not but.held.bound and queued_work(but) is not None
+        return pool.held - pool.blocked - sum(pool.bound.values()) - mine
 
     def _scope(self, model: str, version: str) -> str:
         return f"pool:{self.site}:{model}:{version}"
@@ -161,6 +164,14 @@ class Desk:
             return NO_ROOM
         heard = self.state.view.instances(self.site)[name]
         return policy.room_of(self.fleet, self.site, heard, self.state.load(name), now_ms, self.knobs)
+
+
+def takes(room: Room, name: str, waiting: Waiting) -> bool:
+    """Whether a hold waits for room, would go to this instance, and fits."""
+    work, held = queued_work(waiting), waiting.held
+    if work is None or held is None or (held.bound and held.home_instance != name):
+        return False
+    return not room.lacks(work)
 
 
 def queued_work(waiting: Waiting) -> Work | None:

@@ -95,11 +95,13 @@ class Folding(Rooms):
             return
         if waiting.held is not None and waiting.held.after_release > message.after_release:
             return
+        if waiting.held is not None and waiting.held.term == message.term and waiting.held.turn > message.turn:
+            return
         if waiting.held is not None and waiting.held.id == message.id:
             waiting.confirmed = True
             return
         pool.hold(waiting, message)
-        waiting.confirmed = True
+        waiting.confirmed, waiting.turns = True, max(waiting.turns, message.turn + 1)
         if waiting.release_number <= message.after_release:
             waiting.release_number, waiting.release_id = 0, ""
 
@@ -154,7 +156,10 @@ class Folding(Rooms):
         if self.state.ended(message.request_id, message.attempt) or f"booking {message.id}" in self.state.gone:
             self._drop_answered(pool, message)
             return
+        waiting = pool.waiting.get(message.request_id)
         self._book_assigned(pool, message, now_ms, request=None)
+        if waiting is not None:
+            self._expect_cached(waiting.request.ask, message.instance)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> Iterator[Effect]:
         if message.site != self.site:

@@ -24,7 +24,7 @@ from tokenfleet.tokenpilot.state import Load
 from tokenfleet_schemas.placement import Considered, PlacementRequested, Work
 from tokenfleet_schemas.request import Ask
 
-Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens"]
+Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens", "newcomer"]
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -66,7 +66,6 @@ class Candidate(msgspec.Struct):
     name: str
     heard: Heard
     load: Load
-    room: Room
     #: tokens of the prompt that are probably cached there
     hit_tokens: int
     work: Work
@@ -110,6 +109,9 @@ class Situation(msgspec.Struct):
     #: how many can serve it, with room or without; which these are, and which of them have room
     able: int = 0
     board: Board | None = None
+    #: prefill of others that waits for each instance's room and for no other
+    bound_tokens: Column = np.zeros(0)
+    terms: dict[str, Column] = {}
     able_rows: Mask = np.zeros(0, np.bool_)
     roomy_rows: Mask = np.zeros(0, np.bool_)
 
@@ -225,8 +227,9 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     kv_read = decode_kv_tokens(board)
     per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
     done = np.minimum(np.maximum(situation.now_ms - board.anchor_ms, 0.0) / per_token_ms, board.prefill_tokens)
-    ahead = board.prefill_tokens - done
-    ahead_pairs = board.pairs * (ahead / np.maximum(1.0, board.prefill_tokens))
+    left = board.prefill_tokens - done
+    ahead = left + situation.bound_tokens
+    ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
     own_pairs = own * (hit + own / 2.0)
     steps = np.maximum(1.0, (ahead + own) / budget) + np.where(decoding > 0, 0.5, 0.0)
     ttft_ms = (
@@ -292,6 +295,25 @@ def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt
     return queue * 5 + full
 
 
+def bound(situation: Situation, home: Candidate) -> bool:
+    """Whether a request that is held should wait for its home's room only.
+
+    It should when waiting there, all who wait for the same included, costs less than the same request would elsewhere
+    if there were no wait at all: whatever room comes first would be worse.
+    """
+    terms = situation.terms
+    if "cost_ms" not in terms or situation.board is None:
+        return False
+    elsewhere = (terms["cost_ms"] - terms["wait_ms"])[situation.able_rows]
+    if elsewhere.size < 2:
+        return False
+    # The home is not elsewhere.
+    own = home.cost_ms - home.terms["wait_ms"]
+    least = np.partition(elsewhere, 1)[:2]
+    other = float(least[1] if least[0] >= own - 1e-6 else least[0])
+    return home.cost_ms < other
+
+
 SCORERS: dict[str, Scorer] = {"least-work": least_work, "predicted-latency": predicted_latency}
 
 
@@ -313,9 +335,26 @@ def worth_waiting(situation: Situation, candidates: Sequence[Candidate]) -> Cand
     return best if best.total_ms <= min(c.total_ms for c in candidates) else None
 
 
+def home_or_room(situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The cheapest with room, unless it should wait for its home's room only (`bound`)."""
+    roomy = [c for c in candidates if not c.lacks]
+    if not roomy:
+        return None
+    best, home = min(roomy, key=preference), min(candidates, key=preference)
+    return None if home is not best and bound(situation, home) else best
+
+
+PICKERS: dict[str, Picker] = {"least-work": worth_waiting, "predicted-latency": home_or_room}
+
+
 def preference(candidate: Candidate) -> tuple[float, float]:
     """Order of scored candidates; less than a tenth of a millisecond is no difference."""
     return round(candidate.cost_ms, 1), candidate.tie
+
+
+def preferences(cost_ms: Column, ties: Column) -> Column:
+    """`preference` as one number each."""
+    return np.round(cost_ms, 1) + 0.05 * ties
 
 
 # ---------------------------------------------------------------------------------------------- numbers

@@ -17,10 +17,21 @@ import numpy.typing as npt
 
 from tokenfleet import prefix
 
+#: a prompt's digests as numbers, in order
+Chain = npt.NDArray[np.uint64]
+EMPTY: Chain = np.zeros(0, np.uint64)
+
 #: positions that are looked at before the search: where none of them is known, nothing is shared
 _FIRST = (0, 1, 3, 7)
 #: distinct sets remembered to be shared
 _SETS_MAX = 65_536
+
+
+def chain_of(data: bytes) -> Chain:
+    """Digests from their bytes, 8 each. Raises `prefix.PrefixError` for a rest."""
+    if len(data) % prefix.DIGEST_BYTES:
+        raise prefix.PrefixError(f"a chain is a multiple of {prefix.DIGEST_BYTES} bytes, not {len(data)}")
+    return np.frombuffer(data, np.uint64)
 
 
 class PrefixIndex:
@@ -28,9 +39,9 @@ class PrefixIndex:
 
     def __init__(self, digests_max: int) -> None:
         self.digests_max = digests_max
-        self._postings: dict[bytes, int] = {}
+        self._postings: dict[int, int] = {}
         #: per instance, most recently used last: digest → chunks of 64 tokens that it stands for
-        self._known: dict[str, dict[bytes, int]] = {}
+        self._known: dict[str, dict[int, int]] = {}
         #: chunks in `_known`, and how many the instance's KV has room for
         self._chunks: dict[str, int] = {}
         self._limits: dict[str, int] = {}
@@ -56,14 +67,14 @@ class PrefixIndex:
         chunks = self.digests_max if kv_tokens is None else min(self.digests_max, kv_tokens // prefix.CHUNK_TOKENS)
         self._limits[instance] = max(1, chunks)
 
-    def add(self, instance: str, chain: tuple[bytes, ...], stride: int = 1) -> None:
+    def add(self, instance: str, chain: Chain, stride: int = 1) -> None:
         """A prompt with this chain was sent to the instance."""
         known = self._known.setdefault(instance, {})
         limit = self._limits.get(instance, self.digests_max)
         chunks = self._chunks.get(instance, 0)
         bit = 1 << self.number(instance)
         # The end first: the beginning of a prompt is forgotten last, so a known digest implies its known parents.
-        for digest in reversed(chain[: max(1, limit // stride)]):
+        for digest in chain[: max(1, limit // stride)][::-1].tolist():
             before = known.pop(digest, 0)
             if not before:
                 self._put(digest, bit)
@@ -75,12 +86,12 @@ class PrefixIndex:
             self._take(digest, bit)
         self._chunks[instance] = chunks
 
-    def store(self, instance: str, digests: Iterable[bytes]) -> None:
+    def store(self, instance: str, digests: Iterable[int]) -> None:
         """The engine says that it holds these; bounded as `add` is."""
         for digest in digests:
-            self.add(instance, (digest,))
+            self.add(instance, np.array([digest], np.uint64))
 
-    def remove(self, instance: str, digests: Iterable[bytes]) -> None:
+    def remove(self, instance: str, digests: Iterable[int]) -> None:
         """The engine says that it has dropped these."""
         known = self._known.get(instance)
         if not known:
@@ -92,28 +103,29 @@ class PrefixIndex:
                 self._chunks[instance] -= chunks
                 self._take(digest, bit)
 
-    def hits(self, chain: tuple[bytes, ...], stride: int) -> list[tuple[int, int]]:
+    def hits(self, chain: Chain, stride: int) -> list[tuple[int, int]]:
         """(tokens, bit set): who holds exactly so long a beginning of the prompt; shortest first."""
         get = self._postings.get
-        low = next((at for at in _FIRST if at < len(chain) and chain[at] in self._postings), None)
+        at_ = chain.item
+        low = next((at for at in _FIRST if at < len(chain) and at_(at) in self._postings), None)
         if low is None:
             return []
-        bits, found = get(chain[low], 0), []
+        bits, found = get(at_(low), 0), []
         while bits:
             # The furthest position that all of `bits` still hold; sets only shrink along a chain.
             high = len(chain) - 1
             while low < high:
                 middle = (low + high + 1) // 2
-                if get(chain[middle], 0) & bits == bits:
+                if get(at_(middle), 0) & bits == bits:
                     low = middle
                 else:
                     high = middle - 1
-            rest = get(chain[low + 1], 0) & bits if low + 1 < len(chain) else 0
+            rest = get(at_(low + 1), 0) & bits if low + 1 < len(chain) else 0
             found.append(((low + 1) * stride * prefix.CHUNK_TOKENS, bits & ~rest))
             bits, low = rest, low + 1
         return found
 
-    def hit_column(self, chain: tuple[bytes, ...], stride: int) -> npt.NDArray[np.float64]:
+    def hit_column(self, chain: Chain, stride: int) -> npt.NDArray[np.float64]:
         """Hit tokens by instance number."""
         column = np.zeros(self.numbers)
         for tokens, bits in self.hits(chain, stride):
@@ -121,7 +133,7 @@ class PrefixIndex:
             column[np.unpackbits(packed, count=self.numbers, bitorder="little").view(np.bool_)] = tokens
         return column
 
-    def hit_tokens(self, instance: str, chain: tuple[bytes, ...], stride: int) -> int:
+    def hit_tokens(self, instance: str, chain: Chain, stride: int) -> int:
         """Tokens of the longest beginning that the instance holds."""
         bit = 1 << self.number(instance)
         return next((tokens for tokens, bits in self.hits(chain, stride) if bits & bit), 0)
@@ -140,13 +152,13 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(len(known) for known in self._known.values())
 
-    def _put(self, digest: bytes, bit: int) -> None:
+    def _put(self, digest: int, bit: int) -> None:
         bits = self._postings.get(digest, 0) | bit
         if len(self._sets) > _SETS_MAX:
             self._sets = {}  # those in use stay alive in their postings
         self._postings[digest] = self._sets.setdefault(bits, bits)
 
-    def _take(self, digest: bytes, bit: int) -> None:
+    def _take(self, digest: int, bit: int) -> None:
         bits = self._postings.get(digest, 0) & ~bit
         if bits:
             self._postings[digest] = self._sets.setdefault(bits, bits)

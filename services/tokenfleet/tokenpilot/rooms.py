@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
 from tokenfleet.tokenpilot.deciding import Deciding
-from tokenfleet.tokenpilot.desk import INFINITY, TICK_MS, queued_work
+from tokenfleet.tokenpilot.desk import INFINITY, TICK_MS, takes
+from tokenfleet.tokenpilot.policy import Room
 from tokenfleet.tokenpilot.state import Pool, Waiting
 from tokenfleet_schemas.room import RoomOffered
+
+#: bound holds that think again when an instance runs dry, and how long each rests after that, ms
+ATTRACT_MAX, THINK_GAP_MS = 4, 100.0
+#: bound holds that think again of themselves when woken, and after how long, ms
+THINK_MAX, THINK_MS = 32, 1000.0
 
 
 class Rooms(Deciding):
@@ -40,7 +46,9 @@ class Rooms(Deciding):
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
         usable = self._usable(name, now_ms)
-        if usable and not any(work and not room.lacks(work) for work in map(queued_work, pool.waiting.values())):
+        if usable and room.idle and pool.bound:
+            yield from self._attract(scope, pool, name, room, now_ms)
+        if usable and not (room.any() and any(takes(room, name, w) for w in pool.waiting.values())):
             return  # no held request fits: asking would only be declined
         if not usable and not offer.room.any():
             return  # nothing was offered, nothing is taken back
@@ -83,6 +91,31 @@ class Rooms(Deciding):
         )
         yield Note("offered")
 
+    def _think_due(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
+        """Time alone may make a home not worth waiting for; and it may be gone."""
+        if not pool.bound:
+            return
+        due = [w for w in pool.waiting.values() if now_ms - w.thought_ms >= THINK_MS]
+        for waiting in due[:THINK_MAX]:
+            yield from self._think_again(scope, pool, waiting, now_ms)
+
+    def _attract(self, scope: str, pool: Pool, name: str, room: Room, now_ms: float) -> Iterator[Effect]:
+        """An instance runs dry: a few of those that wait for the busiest other one think again."""
+        others = [home for home in pool.bound if home != name]
+        if not room.any() or not others:
+            return
+        busiest = max(others, key=lambda home: (pool.bound_tokens[home], home))
+        left = ATTRACT_MAX
+        for waiting in list(pool.waiting.values()):
+            held = waiting.held
+            if held is None or not held.bound or held.home_instance != busiest:
+                continue
+            if now_ms - waiting.thought_ms >= THINK_GAP_MS:
+                yield from self._think_again(scope, pool, waiting, now_ms)
+                left -= 1
+                if not left:
+                    return
+
     def _fill_unanswered(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
         """SLOMax is silent: fill the instances that it was offered, earliest deadline first, and say so."""
         answer_ms = self._answer_ms()
@@ -93,13 +126,12 @@ class Rooms(Deciding):
             offer.unanswered_since_ms = None
             filled = 0
             for waiting in sorted(pool.waiting.values(), key=_by_deadline):
-                work = queued_work(waiting)
-                if work is None or waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms) <= 0:
+                if waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms) <= 0:
                     continue
                 room = self._room(name, now_ms)
                 if not room.any():
                     break
-                if room.lacks(work):
+                if not takes(room, name, waiting):
                     continue
                 for effect in self._place(scope, pool, waiting, now_ms, how="unanswered", only=name):
                     filled += isinstance(effect, Publish)

@@ -81,6 +81,10 @@ class Waiting(msgspec.Struct):
     #: our clock when this revision arrived
     heard_ms: float
     held: PlacementHeld | None = None
+    #: how often this revision was answered with `held`
+    turns: int = 0
+    #: when its home was last thought over
+    thought_ms: float = 0.0
     confirmed: bool = True
     said_ms: float = 0.0
     #: a release that has not been answered yet; 0: none
@@ -196,6 +200,10 @@ class Pool(msgspec.Struct):
     blocked: int = 0
     #: prefill tokens of the held
     held_prefill_tokens: int = 0
+    #: of the held, those that wait for their home instance's room only: instance → how many
+    bound: dict[str, int] = {}
+    #: and their prefill tokens
+    bound_tokens: dict[str, int] = {}
     #: number of the last release heard
     last_released: int = 0
     #: term of the SLOMax owner that numbered it
@@ -209,11 +217,22 @@ class Pool(msgspec.Struct):
             self.held -= 1
             self.blocked -= waiting.held.lacks == NO_INSTANCE
             self.held_prefill_tokens -= waiting.held.work.prefill_tokens
+            self._bind(waiting.held, -1)
         waiting.held = held
         if held is not None:
             self.held += 1
             self.blocked += held.lacks == NO_INSTANCE
             self.held_prefill_tokens += held.work.prefill_tokens
+            self._bind(held, 1)
+
+    def _bind(self, held: PlacementHeld, sign: int) -> None:
+        if not held.bound:
+            return
+        home = held.home_instance
+        self.bound[home] = self.bound.get(home, 0) + sign
+        self.bound_tokens[home] = self.bound_tokens.get(home, 0) + sign * held.work.prefill_tokens
+        if not self.bound[home]:
+            del self.bound[home], self.bound_tokens[home]
 
     def drop(self, request_id: str) -> Waiting | None:
         """The request waits here no more."""
