@@ -47,6 +47,7 @@ _COLUMNS = (
     "pairs",
     "kv_tokens",
     "decoding",
+    "decoding_kv_tokens",
     "foreign_sequences",
     "foreign_kv_tokens",
     "token_budget",
@@ -86,6 +87,7 @@ class Board:
     pairs: Column
     kv_tokens: Column
     decoding: Column
+    decoding_kv_tokens: Column
     foreign_sequences: Column
     foreign_kv_tokens: Column
     token_budget: Column
@@ -181,8 +183,9 @@ class Board:
             load.sequences,
             load.prefill_tokens,
             load.pairs,
-            load.kv_tokens,
+            load.kv_tokens_expected,
             load.decoding,
+            load.decoding_kv_tokens * load.kv_scale,
             load.foreign_sequences,
             load.foreign_kv_tokens,
             report.token_budget,

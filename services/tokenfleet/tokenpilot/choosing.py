@@ -203,7 +203,7 @@ class Choosing(Desk):
         residual = self.state.residuals.get(model.key)
         said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
         rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
-        per_token = tpot_features(decoding, kv_read, (ahead + own) / room)
+        per_token = tpot_features(decoding, kv_read, ahead + own)
         return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms)
 
     def _per_token_ms(self, heard: Heard, load: Load, model: Model) -> float:

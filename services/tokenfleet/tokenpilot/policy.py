@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tokenfleet.eligibility import Heard
 from tokenfleet.fleet import Fleet
 from tokenfleet.tokenpilot.board import CODE, Board, Codes, Column, Mask
+from tokenfleet.tokenpilot.predictor import SPREAD_TOKENS
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import Load
 from tokenfleet_schemas.placement import Considered, PlacementRequested, Work
@@ -224,7 +225,7 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     own, hit = asked.prefill_tokens, asked.hit_tokens
     decoding = board.decoding + board.foreign_sequences
     budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
-    kv_read = decode_kv_tokens(board)
+    kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
     per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
     done = np.minimum(np.maximum(situation.now_ms - board.anchor_ms, 0.0) / per_token_ms, board.prefill_tokens)
     left = board.prefill_tokens - done
@@ -245,7 +246,7 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         board.tpot_base_ms
         + board.tpot_sequence_ms * (decoding + 1.0)
         + board.tpot_kv_ms * kv_read
-        + board.tpot_prefill_ms * (ahead + own) / budget
+        + board.tpot_prefill_ms * (left + own) / SPREAD_TOKENS
     )
     stay_ms = situation.decode_tokens * tpot_ms
     kv_ms = np.where(
@@ -280,12 +281,6 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         "total_ms": total_ms,
         "cost_ms": cost_ms,
     }
-
-
-def decode_kv_tokens(board: Board) -> Column:
-    """KV tokens that the decodes of a step read: of what is booked, the share that decodes."""
-    ours = board.kv_tokens * board.decoding / np.maximum(1.0, board.sequences)
-    return ours + board.foreign_kv_tokens
 
 
 def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt.NDArray[np.intp]:
@@ -416,7 +411,7 @@ def room_of(fleet: Fleet, site: str, heard: Heard, load: Load, now_ms: float, kn
             longest = fleet.models[report.model].max_model_len if report.model in fleet.models else 0
         kv_tokens = sequences * longest
     else:
-        kv_tokens = max(0, total - load.kv_tokens - load.foreign_kv_tokens)
+        kv_tokens = max(0, int(total - load.kv_tokens_expected - load.foreign_kv_tokens))
     return Room(
         prefill_tokens=max(0, int(load.lookahead(knobs) * report.token_budget) - load.prefill_tokens),
         idle=load.prefill_tokens == 0,

@@ -46,6 +46,8 @@ _PAIRS, _STEP_TOKENS, _KV = 3.5e-5, 40.0, 1.5e-3
 #: weights read once per decode step, in tokens' time
 _WEIGHTS_TOKENS = 230.0
 _DELAY_MS, _STEP_MS = 12.0, 1.5
+#: output tokens over which the prefill beside an answer is spread
+SPREAD_TOKENS = 200.0
 
 
 class Regression(msgspec.Struct):
@@ -219,9 +221,9 @@ def steps_of(tokens: float, decoding: float, token_budget: float) -> float:
     return max(1.0, tokens / max(token_budget / 8.0, token_budget - decoding)) + (0.5 if decoding else 0.0)
 
 
-def tpot_features(decoding: float, kv_tokens: float, prefill_tokens_per_step: float) -> list[float]:
-    """Of the time per output token: one, sequences, KV tokens, prefill beside it."""
-    return [1.0, decoding + 1.0, kv_tokens, prefill_tokens_per_step]
+def tpot_features(decoding: float, kv_tokens: float, prefill_tokens: float) -> list[float]:
+    """Of the time per output token: one, sequences, KV tokens, the prefill booked there spread over an answer."""
+    return [1.0, decoding + 1.0, kv_tokens, prefill_tokens / SPREAD_TOKENS]
 
 
 def pairs_of(prefill_tokens: float, hit_tokens: float) -> float:

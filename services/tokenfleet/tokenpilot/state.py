@@ -25,6 +25,8 @@ NO_INSTANCE = "instance"
 
 
 INFINITY = float("inf")
+#: sequences that must decode for the KV gauge to say what a booked token occupies, and the least that is believed
+KV_SAMPLES, KV_SCALE_MIN = 4, 0.6
 #: a new incarnation is seen as any other after so many first tokens, or so long, ms
 WARM_TOKENS, WARM_MS = 8, 10_000.0
 
@@ -114,8 +116,11 @@ class Load(msgspec.Struct):
     #: of bookings without a first token
     prefill_tokens: int = 0
     kv_tokens: int = 0
-    #: bookings with a first token
+    #: bookings with a first token, and their part of the KV tokens
     decoding: int = 0
+    decoding_kv_tokens: int = 0
+    #: what a booked KV token really occupies: sequences share blocks, and are not at their full length yet
+    kv_scale: float = 1.0
     #: last samples of sequences and KV tokens that are not ours
     foreign: list[tuple[int, float]] = []
     #: learned time per output token, ms; None: nothing learned
@@ -169,7 +174,12 @@ class Load(msgspec.Struct):
 
     def decode_kv_tokens(self) -> float:
         """KV tokens that the decodes of a step read: of what is booked, the share that decodes."""
-        return self.kv_tokens * self.decoding / max(1, self.sequences) + self.foreign_kv_tokens
+        return self.decoding_kv_tokens * self.kv_scale + self.foreign_kv_tokens
+
+    @property
+    def kv_tokens_expected(self) -> float:
+        """KV tokens that our bookings occupy, as the engine's gauge has shown of earlier ones."""
+        return self.kv_tokens * self.kv_scale
 
     def sample(self, report: CapacityReported) -> None:
         """Fold a report's load: what our bookings do not explain is foreign. An unknown sample teaches nothing."""
@@ -178,7 +188,12 @@ class Load(msgspec.Struct):
         sequences = max(0, report.running + report.waiting - self.sequences)
         tokens = 0.0
         if report.kv_usage is not None and report.kv_tokens_total is not None:
-            tokens = max(0.0, report.kv_usage * report.kv_tokens_total - self.kv_tokens)
+            used = report.kv_usage * report.kv_tokens_total
+            tokens = max(0.0, used - self.kv_tokens)
+            if self.decoding >= KV_SAMPLES:
+                # Too high while somebody prefills, never too low: only who has a first token is surely in the gauge.
+                share = min(1.0, max(KV_SCALE_MIN, used / self.decoding_kv_tokens))
+                self.kv_scale += 0.2 * (share - self.kv_scale)
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
 
 
@@ -285,6 +300,7 @@ class State(msgspec.Struct):
         load.kv_tokens += booking.work.kv_tokens
         if booking.started:
             load.decoding += 1
+            load.decoding_kv_tokens += booking.work.kv_tokens
         else:
             if not load.prefill_tokens:
                 load.anchor_ms = booking.booked_ms
@@ -299,6 +315,7 @@ class State(msgspec.Struct):
         load = self.loads[booking.instance]
         self._computed(load, booking.work)
         load.decoding += 1
+        load.decoding_kv_tokens += booking.work.kv_tokens
         return True
 
     def release(self, booking_id: str, now_ms: float) -> Booking | None:
@@ -316,6 +333,7 @@ class State(msgspec.Struct):
         load.kv_tokens -= booking.work.kv_tokens
         if booking.started:
             load.decoding -= 1
+            load.decoding_kv_tokens -= booking.work.kv_tokens
         else:
             self._computed(load, booking.work)
         load.breaker.released(booking_id)
