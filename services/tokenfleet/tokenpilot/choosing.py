@@ -14,8 +14,8 @@ from tokenfleet import prefix
 from tokenfleet.eligibility import Heard
 from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column
-from tokenfleet.tokenpilot.desk import Desk
-from tokenfleet.tokenpilot.policy import Asked, Candidate, Lack, Situation
+from tokenfleet.tokenpilot.desk import INFINITY, Desk
+from tokenfleet.tokenpilot.policy import NO_ROOM, Asked, Candidate, Lack, Room, Situation
 from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, chain_of
 from tokenfleet.tokenpilot.state import Forecast, Load, Waiting, pairs
@@ -50,8 +50,13 @@ class Choosing(Desk):
         for one in self.filters:
             found = one(situation, board)
             codes = np.where(codes == 0, found, codes)
-        prefill_left = np.maximum(0.0, board.lookahead_tokens - board.prefill_tokens)
-        lacks = np.where((asked.prefill_tokens > prefill_left) & (board.prefill_tokens > 0), 3, 0)
+        ahead, soon = board.prefill_tokens, 0.0 * board.prefill_tokens
+        if self._reckons:
+            _, _, _, per_token_ms = policy.pace(board)
+            ahead = ahead - policy.progress(board, per_token_ms, now_ms)
+            soon = self.knobs.feedback_ms / per_token_ms
+        prefill_left = np.maximum(0.0, board.lookahead_tokens - ahead)
+        lacks = np.where((asked.prefill_tokens > prefill_left) & (ahead > soon), 3, 0)
         lacks = np.where(asked.lacks_kv, 2, lacks)
         lacks = np.where(asked.sequences_left < 1, 1, lacks)
         situation.bound_tokens = self._bound_tokens(ask, board, waiting)
@@ -204,14 +209,43 @@ class Choosing(Desk):
         said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
         rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
         per_token = tpot_features(decoding, kv_read, ahead + own)
-        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms)
+        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms, model.ttft.coefficients()[0] + rtt_ms / 2)
+
+    @property
+    def _reckons(self) -> bool:
+        """Whether the pace is learned: then the queue is dead-reckoned between signs of life."""
+        return self.fleet.policy.placement == "predicted-latency"
+
+    def _room(self, name: str, now_ms: float) -> Room:
+        """Room to offer; none where no request may go at all."""
+        if not self._usable(name, now_ms):
+            return NO_ROOM
+        heard, load = self.state.view.instances(self.site)[name], self.state.load(name)
+        done = soon = 0.0
+        if self._reckons:
+            per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
+            done = min(load.prefill_tokens, max(0.0, now_ms - load.anchor_ms) / per_token_ms)
+            soon = self.knobs.feedback_ms / per_token_ms
+        return policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon)
+
+    def _room_due_ms(self, name: str, tokens: int, now_ms: float) -> float:
+        """When prefill room for so many tokens is there if nobody says anything, our clock; infinity: who knows."""
+        heard, load = self.state.view.instances(self.site)[name], self.state.load(name)
+        if not self._reckons or not load.prefill_tokens:
+            return INFINITY
+        per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
+        limit = int(load.lookahead(self.knobs) * heard.report.token_budget) - tokens
+        over = load.prefill_tokens - max(limit, self.knobs.feedback_ms / per_token_ms)
+        due_ms = load.anchor_ms + over * per_token_ms
+        return due_ms if due_ms > now_ms else INFINITY
 
     def _per_token_ms(self, heard: Heard, load: Load, model: Model) -> float:
-        """Time per prefilled token with the steps' own cost in it, as the scorer reckons it."""
-        _, token_ms, _, step_ms, kv_ms = model.ttft.coefficients()
+        """Time per token of the prefill booked there, the steps' own cost and attention in it, as the scorer reckons."""
+        _, token_ms, pair_ms, step_ms, kv_ms = model.ttft.coefficients()
         decoding, budget = load.decoding + load.foreign_sequences, heard.report.token_budget
         room = max(budget / 8.0, budget - decoding)
-        return token_ms + (step_ms + kv_ms * load.decode_kv_tokens() + token_ms * decoding) / room
+        attention_ms = pair_ms * load.pairs / max(1, load.prefill_tokens)
+        return token_ms + attention_ms + (step_ms + kv_ms * load.decode_kv_tokens() + token_ms * decoding) / room
 
     def _residual(self, ask: Ask) -> Column | None:
         found = self.state.residuals.get(f"{ask.model} {ask.version}")

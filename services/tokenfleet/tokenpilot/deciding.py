@@ -160,6 +160,9 @@ class Deciding(Choosing):
             forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
+        load = self.state.load(assigned.instance)
+        if load.anchor_ms == now_ms and booking.forecast is not None:
+            load.anchor_ms += booking.forecast.delay_ms
         self.state.load(assigned.instance).breaker.booked(booking.id, now_ms, self.knobs)
         self.state.presence.open(request_id, assigned.gateway, "", now_ms)
         self._touch(assigned.instance)

@@ -158,13 +158,6 @@ class Desk:
         fresh = now_ms - heard.heard_ms <= FRESH_MS
         return report.ready and not report.draining and fresh and bool(report.endpoint_url)
 
-    def _room(self, name: str, now_ms: float) -> Room:
-        """Room to offer; none where no request may go at all."""
-        if not self._usable(name, now_ms):
-            return NO_ROOM
-        heard = self.state.view.instances(self.site)[name]
-        return policy.room_of(self.fleet, self.site, heard, self.state.load(name), now_ms, self.knobs)
-
 
 def takes(room: Room, name: str, waiting: Waiting) -> bool:
     """Whether a hold waits for room, would go to this instance, and fits."""

@@ -264,18 +264,22 @@ class Folding(Rooms):
         load = self.state.load(booking.instance)
         heard = self.state.view.instances(self.site).get(booking.instance)
         anchor_ms = load.anchor_ms
+        model = self._model(booking.instance, heard) if heard is not None else None
+        per_token_ms = self._per_token_ms(heard, load, model) if heard is not None and model is not None else 0.0
         if not self.state.start(booking):
             return
         booking.confirmed, booking.request = True, None
         load.first_tokens += 1
         if load.prefill_tokens and heard is not None:
-            per_token_ms = self._per_token_ms(heard, load, self._model(booking.instance, heard))
             beyond = (now_ms - anchor_ms) / per_token_ms - booking.work.prefill_tokens
             credit = max(0.0, min(beyond, float(heard.report.token_budget), float(load.prefill_tokens)))
             load.anchor_ms = now_ms - credit * per_token_ms
         pool = self._pool(message.model, message.version)
         if pool is not None:
-            load.feed(starved=not load.prefill_tokens and pool.held > pool.blocked, knobs=self.knobs)
+            # Dry while somebody waits for prefill room there: not for another instance, nor for KV or sequences.
+            waits = booking.instance in pool.bound or pool.held > pool.blocked + sum(pool.bound.values())
+            dry = waits and not load.prefill_tokens and self._room(booking.instance, now_ms).any()
+            load.feed(starved=dry, knobs=self.knobs)
         self._touch(booking.instance)
 
     def _learn(

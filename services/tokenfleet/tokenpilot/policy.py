@@ -223,12 +223,8 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens
-    decoding = board.decoding + board.foreign_sequences
-    budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
-    kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
-    per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
-    done = np.minimum(np.maximum(situation.now_ms - board.anchor_ms, 0.0) / per_token_ms, board.prefill_tokens)
-    left = board.prefill_tokens - done
+    decoding, budget, kv_read, per_token_ms = pace(board)
+    left = board.prefill_tokens - progress(board, per_token_ms, situation.now_ms)
     ahead = left + situation.bound_tokens
     ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
     own_pairs = own * (hit + own / 2.0)
@@ -281,6 +277,21 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         "total_ms": total_ms,
         "cost_ms": cost_ms,
     }
+
+
+def pace(board: Board) -> tuple[Column, Column, Column, Column]:
+    """Sequences that decode, prompt tokens per step, KV tokens read per step, and time per prompt token, ms."""
+    decoding = board.decoding + board.foreign_sequences
+    budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
+    kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
+    per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
+    return decoding, budget, kv_read, per_token_ms
+
+
+def progress(board: Board, per_token_ms: Column, now_ms: float) -> Column:
+    """Prompt tokens that must have been computed of what is booked: the queue between two signs of life."""
+    with_attention_ms = per_token_ms + board.pair_ms * board.pairs / np.maximum(1.0, board.prefill_tokens)
+    return np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / with_attention_ms, board.prefill_tokens)
 
 
 def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt.NDArray[np.intp]:
@@ -385,8 +396,19 @@ def work_of(ask: Ask, hit_tokens: int, decode_tokens: int, kv_tokens_total: int 
     return Work(prefill_tokens=max(1, ask.input_tokens - hit_tokens), decode_tokens=decode_tokens, kv_tokens=kv_tokens)
 
 
-def room_of(fleet: Fleet, site: str, heard: Heard, load: Load, now_ms: float, knobs: Knobs) -> Room:
+def room_of(
+    fleet: Fleet,
+    site: str,
+    heard: Heard,
+    load: Load,
+    now_ms: float,
+    knobs: Knobs,
+    done_tokens: float,
+    soon_tokens: float,
+) -> Room:
     """Room of an instance: its limits less what is booked and what others persistently run there.
+
+    Of the booked prefill, `done_tokens` must have been computed by now; less than `soon_tokens` is as good as none.
 
     Where nobody knows the KV capacity, sequences alone judge, and few of them (`unknown_kv_sequences`); the KV room
     said is then the longest context for each of those, a number that never decides.
@@ -412,9 +434,10 @@ def room_of(fleet: Fleet, site: str, heard: Heard, load: Load, now_ms: float, kn
         kv_tokens = sequences * longest
     else:
         kv_tokens = max(0, int(total - load.kv_tokens_expected - load.foreign_kv_tokens))
+    ahead = load.prefill_tokens - done_tokens
     return Room(
-        prefill_tokens=max(0, int(load.lookahead(knobs) * report.token_budget) - load.prefill_tokens),
-        idle=load.prefill_tokens == 0,
+        prefill_tokens=max(0, int(int(load.lookahead(knobs) * report.token_budget) - ahead)),
+        idle=ahead <= soon_tokens,
         sequences=sequences,
         kv_tokens=kv_tokens,
         empty=load.sequences == 0 and load.foreign_sequences == 0,

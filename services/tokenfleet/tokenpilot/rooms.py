@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
 from tokenfleet.tokenpilot.deciding import Deciding
-from tokenfleet.tokenpilot.desk import INFINITY, TICK_MS, takes
+from tokenfleet.tokenpilot.desk import INFINITY, TICK_MS, queued_work, takes
 from tokenfleet.tokenpilot.policy import Room
 from tokenfleet.tokenpilot.state import Pool, Waiting
 from tokenfleet_schemas.room import RoomOffered
@@ -49,7 +49,15 @@ class Rooms(Deciding):
         if usable and room.idle and pool.bound:
             yield from self._attract(scope, pool, name, room, now_ms)
         if usable and not (room.any() and any(takes(room, name, w) for w in pool.waiting.values())):
-            return  # no held request fits: asking would only be declined
+            # No held request fits: asking would only be declined. Perhaps in a while.
+            wanted = [
+                work.prefill_tokens
+                for w in pool.waiting.values()
+                if (work := queued_work(w)) and w.held and (not w.held.bound or w.held.home_instance == name)
+            ]
+            if wanted and room.sequences and (room.kv_tokens or room.empty):
+                offer.due_ms = min(offer.due_ms, self._room_due_ms(name, min(wanted), now_ms) + 1.0)
+            return
         if not usable and not offer.room.any():
             return  # nothing was offered, nothing is taken back
         same = (room, pool.last_released) == (offer.room, offer.last_released)

@@ -13,6 +13,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_max: float = 4.0
     lookahead_step: float = 0.25
     lookahead_patience: int = 50
+    #: from a first token until the next request is at the engine: less prefill than that is as good as none, ms
+    feedback_ms: float = 40.0
     #: an offer unanswered for the larger of this and three round trips is filled without SLOMax, ms
     offer_answer_ms: float = 200.0
     #: offers of one instance keep this distance: several ends in one engine step make one offer, ms

@@ -47,6 +47,8 @@ class Forecast(msgspec.Struct):
     tpot_features: list[float]
     #: round trip between gateway and instance, part of what the gateway sees
     rtt_ms: float = 0.0
+    #: until the engine begins with it if it is idle
+    delay_ms: float = 0.0
 
 
 class Booking(msgspec.Struct):
