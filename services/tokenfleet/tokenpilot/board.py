@@ -44,6 +44,7 @@ _COLUMNS = (
     "heard_ms",
     "sequences",
     "prefill_tokens",
+    "done_max",
     "pairs",
     "kv_tokens",
     "decoding",
@@ -84,6 +85,8 @@ class Board:
     heard_ms: Column
     sequences: Column
     prefill_tokens: Column
+    #: of it, at most so much is computed
+    done_max: Column
     pairs: Column
     kv_tokens: Column
     decoding: Column
@@ -182,6 +185,7 @@ class Board:
             heard.heard_ms,
             load.sequences,
             load.prefill_tokens,
+            load.done_max(report.token_budget),
             load.pairs,
             load.kv_tokens_expected,
             load.decoding,

@@ -90,7 +90,7 @@ class Choosing(Desk):
         count = len(board.names)
         if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement == "round-robin":
             return list(range(count))
-        preferred = policy.preferences(terms.get("cost_ms", terms["total_ms"]), ties)
+        preferred = policy.preferences(terms, ties)
         half = max(1, self.knobs.shortlist // 2)
         rows: set[int] = set()
         for among in (roomy, able):
@@ -111,7 +111,7 @@ class Choosing(Desk):
             hits = np.zeros(len(board.names))
         prefill = np.maximum(1.0, ask.input_tokens - hits)
         kv_tokens = np.minimum(float(ask.input_tokens + decode_tokens), board.kv_total)
-        kv_left = np.maximum(0.0, board.kv_total - board.kv_tokens - board.foreign_kv_tokens)
+        kv_left = np.maximum(0.0, board.kv_total * (1.0 + self._kv_ahead) - board.kv_tokens - board.foreign_kv_tokens)
         empty = board.sequences + board.foreign_sequences == 0
         return Asked(hits, prefill, kv_tokens, board.sequences_left(), kv_left, (kv_tokens > kv_left) & ~empty)
 
@@ -199,7 +199,7 @@ class Choosing(Desk):
         kv_read = load.decode_kv_tokens()
         room = max(budget / 8.0, budget - decoding)
         done = max(0.0, now_ms - load.anchor_ms) / self._per_token_ms(heard, load, model)
-        ahead = max(0.0, load.prefill_tokens - done)
+        ahead = load.prefill_tokens - min(done, load.done_max(heard.report.token_budget))
         ahead_pairs = load.pairs * ahead / max(1, load.prefill_tokens)
         own = float(work.prefill_tokens)
         features = ttft_features(ahead, ahead_pairs, own, float(pairs(work)), decoding, kv_read, budget)
@@ -216,6 +216,10 @@ class Choosing(Desk):
         """Whether the pace is learned: then the queue is dead-reckoned between signs of life."""
         return self.fleet.policy.placement == "predicted-latency"
 
+    @property
+    def _kv_ahead(self) -> float:
+        return self.knobs.kv_lookahead if self._reckons else 0.0
+
     def _room(self, name: str, now_ms: float) -> Room:
         """Room to offer; none where no request may go at all."""
         if not self._usable(name, now_ms):
@@ -224,9 +228,10 @@ class Choosing(Desk):
         done = soon = 0.0
         if self._reckons:
             per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
-            done = min(load.prefill_tokens, max(0.0, now_ms - load.anchor_ms) / per_token_ms)
+            limit = load.done_max(heard.report.token_budget)
+            done = min(limit, max(0.0, now_ms - load.anchor_ms) / per_token_ms)
             soon = self.knobs.feedback_ms / per_token_ms
-        return policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon)
+        return policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon, self._kv_ahead)
 
     def _room_due_ms(self, name: str, tokens: int, now_ms: float) -> float:
         """When prefill room for so many tokens is there if nobody says anything, our clock; infinity: who knows."""
@@ -236,11 +241,13 @@ class Choosing(Desk):
         per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
         limit = int(load.lookahead(self.knobs) * heard.report.token_budget) - tokens
         over = load.prefill_tokens - max(limit, self.knobs.feedback_ms / per_token_ms)
+        if over > load.done_max(heard.report.token_budget):
+            return INFINITY  # a first token comes before that
         due_ms = load.anchor_ms + over * per_token_ms
         return due_ms if due_ms > now_ms else INFINITY
 
     def _per_token_ms(self, heard: Heard, load: Load, model: Model) -> float:
-        """Time per token of the prefill booked there, the steps' own cost and attention in it, as the scorer reckons."""
+        """Time per token of the prefill booked there, steps and attention included, as the scorer reckons it."""
         _, token_ms, pair_ms, step_ms, kv_ms = model.ttft.coefficients()
         decoding, budget = load.decoding + load.foreign_sequences, heard.report.token_budget
         room = max(budget / 8.0, budget - decoding)

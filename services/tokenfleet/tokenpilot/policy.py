@@ -9,6 +9,7 @@ Least estimated work: the booked prefill that has not started over the instance'
 decoding sequences, which take their token of every step's budget (chunked prefill, Sarathi-Serve, arXiv:2403.02310).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -26,6 +27,10 @@ from tokenfleet_schemas.placement import Considered, PlacementRequested, Work
 from tokenfleet_schemas.request import Ask
 
 Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens", "newcomer"]
+
+
+#: learned costs closer than this share are alike
+_ALIKE = 0.03
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -218,8 +223,9 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     """J: the request's own time to the first token, and a price on the compute that it burns and the delay it inflicts.
 
     J = wait + own + kv + (mu + w N) own, where N counts the sequences there: a prefill delays all of them. Time by
-    which the first token (with the class's margin) or each token would be late counts once more: headroom is worth as
-    much as time. The time to the first token is the predictor's, from the prefill ahead as it must be by now.
+    which the first token (with the class's margin) would be late costs extra, as much as compute where another would
+    be in time; time by which each token would be late costs once more. The time to the first token is the predictor's,
+    from the prefill ahead as it must be by now.
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens
@@ -255,8 +261,14 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     wait_ms = np.maximum(ttft_ms - own_ms, slot_ms)
     total_ms = wait_ms + own_ms + kv_ms
     cost_ms = total_ms + (knobs.burn_price + knobs.delay_price * board.sequences) * burnt_ms
+    # KV is held as long as the request stays; a full instance makes whoever comes next wait for it.
+    share = np.minimum(1.0, (board.kv_tokens + board.foreign_kv_tokens + asked.kv_tokens) / board.kv_total)
+    cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.kv_tokens / board.kv_total
     if situation.slack_ms is not None:
-        cost_ms = cost_ms + np.maximum(0.0, total_ms * (1.0 + situation.margin) - max(0.0, situation.slack_ms))
+        late_ms = np.maximum(0.0, total_ms * (1.0 + situation.margin) - max(0.0, situation.slack_ms))
+        # Late everywhere, it is late: then nobody's cache is worth less for it.
+        price = knobs.late_price if bool((late_ms == 0.0).any()) else 1.0
+        cost_ms = cost_ms + price * late_ms
     if ask.tpot_ms is not None:
         cost_ms = cost_ms + situation.decode_tokens * np.maximum(0.0, tpot_ms - ask.tpot_ms)
     cold = board.warmth < 1.0
@@ -291,7 +303,7 @@ def pace(board: Board) -> tuple[Column, Column, Column, Column]:
 def progress(board: Board, per_token_ms: Column, now_ms: float) -> Column:
     """Prompt tokens that must have been computed of what is booked: the queue between two signs of life."""
     with_attention_ms = per_token_ms + board.pair_ms * board.pairs / np.maximum(1.0, board.prefill_tokens)
-    return np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / with_attention_ms, board.prefill_tokens)
+    return np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / with_attention_ms, board.done_max)
 
 
 def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt.NDArray[np.intp]:
@@ -310,14 +322,14 @@ def bound(situation: Situation, home: Candidate) -> bool:
     terms = situation.terms
     if "cost_ms" not in terms or situation.board is None:
         return False
-    elsewhere = (terms["cost_ms"] - terms["wait_ms"])[situation.able_rows]
+    elsewhere = (terms["cost_ms"] - terms["wait_ms"] - terms["kv_ms"])[situation.able_rows]
     if elsewhere.size < 2:
         return False
     # The home is not elsewhere.
-    own = home.cost_ms - home.terms["wait_ms"]
+    own = home.cost_ms - home.terms["wait_ms"] - home.terms["kv_ms"]
     least = np.partition(elsewhere, 1)[:2]
     other = float(least[1] if least[0] >= own - 1e-6 else least[0])
-    return home.cost_ms < other
+    return home.cost_ms < (1.0 - _ALIKE) * other
 
 
 SCORERS: dict[str, Scorer] = {"least-work": least_work, "predicted-latency": predicted_latency}
@@ -354,13 +366,20 @@ PICKERS: dict[str, Picker] = {"least-work": worth_waiting, "predicted-latency": 
 
 
 def preference(candidate: Candidate) -> tuple[float, float]:
-    """Order of scored candidates; less than a tenth of a millisecond is no difference."""
-    return round(candidate.cost_ms, 1), candidate.tie
+    """Order of scored candidates; less than a tenth of a millisecond, or of 3% where costs are learned, is none.
+
+    Estimates differ by that much among equal instances: without it the luckiest one would get every request.
+    """
+    if "cost_ms" in candidate.terms:
+        return float(round(math.log1p(candidate.cost_ms) / _ALIKE)), candidate.tie
+    return round(candidate.total_ms, 1), candidate.tie
 
 
-def preferences(cost_ms: Column, ties: Column) -> Column:
+def preferences(terms: dict[str, Column], ties: Column) -> Column:
     """`preference` as one number each."""
-    return np.round(cost_ms, 1) + 0.05 * ties
+    if "cost_ms" in terms:
+        return np.round(np.log1p(terms["cost_ms"]) / _ALIKE) + 0.5 * ties
+    return np.round(terms["total_ms"], 1) + 0.05 * ties
 
 
 # ---------------------------------------------------------------------------------------------- numbers
@@ -405,10 +424,12 @@ def room_of(
     knobs: Knobs,
     done_tokens: float,
     soon_tokens: float,
+    kv_ahead: float,
 ) -> Room:
     """Room of an instance: its limits less what is booked and what others persistently run there.
 
     Of the booked prefill, `done_tokens` must have been computed by now; less than `soon_tokens` is as good as none.
+    Of its KV a share of `kv_ahead` may be booked beyond what there is: that waits in the engine.
 
     Where nobody knows the KV capacity, sequences alone judge, and few of them (`unknown_kv_sequences`); the KV room
     said is then the longest context for each of those, a number that never decides.
@@ -433,7 +454,7 @@ def room_of(
             longest = fleet.models[report.model].max_model_len if report.model in fleet.models else 0
         kv_tokens = sequences * longest
     else:
-        kv_tokens = max(0, int(total - load.kv_tokens_expected - load.foreign_kv_tokens))
+        kv_tokens = max(0, int(total * (1.0 + kv_ahead) - load.kv_tokens_expected - load.foreign_kv_tokens))
     ahead = load.prefill_tokens - done_tokens
     return Room(
         prefill_tokens=max(0, int(int(load.lookahead(knobs) * report.token_budget) - ahead)),

@@ -8,6 +8,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
 
     #: an engine gets so many prefill chunks of look-ahead: enough to stay busy for one round trip, few to reorder
     lookahead_budgets: float = 2.0
+    #: share of the KV capacity that may be booked beyond it: engines admit block by block, as sequences end, which is
+    #: finer than bookings know; what waits inside cannot be reordered
+    kv_lookahead: float = 0.0
     #: it adapts in these steps between these limits, down after so many first tokens without running dry
     lookahead_min: float = 1.0
     lookahead_max: float = 4.0
@@ -47,6 +50,10 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     burn_price: float = 5.0
     #: price of the delay that a prefill inflicts on each sequence there, in its own time: w
     delay_price: float = 0.05
+    #: price of the share of an instance's KV that a request takes for as long as it stays there, where it is full
+    kv_price: float = 5.0
+    #: price of being late on an instance while another would be in time, in the time that it is late
+    late_price: float = 5.0
     #: candidates named in a decision where there are more: the cheapest
     shortlist: int = 8
     #: tombstones of ended requests are kept this long against late and repeated messages, ms

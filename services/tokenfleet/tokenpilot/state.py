@@ -129,6 +129,8 @@ class Load(msgspec.Struct):
     tpot_ms: float | None = None
     #: attention of the prefill that is booked and has no first token, pairs of tokens
     pairs: int = 0
+    #: booking → its prefill tokens, in order of booking: those without a first token
+    unstarted: dict[str, int] = {}
     #: since when the engine has computed at that prefill; infinite: nothing is booked
     anchor_ms: float = INFINITY
     #: look-ahead, token budgets; None: the knob's
@@ -173,6 +175,10 @@ class Load(msgspec.Struct):
     def foreign_kv_tokens(self) -> int:
         """KV tokens beyond our bookings that persisted over the last reports."""
         return int(min((tokens for _, tokens in self.foreign), default=0.0))
+
+    def done_max(self, token_budget: int) -> int:
+        """Prefill that can have been computed without a first token having come: the oldest's, and one step's."""
+        return min(self.prefill_tokens, max(next(iter(self.unstarted.values()), 0), token_budget))
 
     def decode_kv_tokens(self) -> float:
         """KV tokens that the decodes of a step read: of what is booked, the share that decodes."""
@@ -308,6 +314,7 @@ class State(msgspec.Struct):
                 load.anchor_ms = booking.booked_ms
             load.prefill_tokens += booking.work.prefill_tokens
             load.pairs += pairs(booking.work)
+            load.unstarted[booking.id] = booking.work.prefill_tokens
 
     def start(self, booking: Booking) -> bool:
         """Move it from prefill to decode; False if it had been moved."""
@@ -315,7 +322,7 @@ class State(msgspec.Struct):
             return False
         booking.started = True
         load = self.loads[booking.instance]
-        self._computed(load, booking.work)
+        self._computed(load, booking)
         load.decoding += 1
         load.decoding_kv_tokens += booking.work.kv_tokens
         return True
@@ -337,14 +344,15 @@ class State(msgspec.Struct):
             load.decoding -= 1
             load.decoding_kv_tokens -= booking.work.kv_tokens
         else:
-            self._computed(load, booking.work)
+            self._computed(load, booking)
         load.breaker.released(booking_id)
         return booking
 
-    def _computed(self, load: Load, work: Work) -> None:
+    def _computed(self, load: Load, booking: Booking) -> None:
         """Prefill that is no longer ahead of anybody."""
-        load.prefill_tokens -= work.prefill_tokens
-        load.pairs -= pairs(work)
+        load.prefill_tokens -= booking.work.prefill_tokens
+        load.pairs -= pairs(booking.work)
+        load.unstarted.pop(booking.id, None)
         if not load.prefill_tokens:
             load.anchor_ms = INFINITY
 
