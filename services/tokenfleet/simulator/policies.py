@@ -1,7 +1,7 @@
 """The policies that can be compared, by name: which rule places, which orders sites, which admits and orders holds.
 
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
-default of the policy `tokenfleet` (`least-work/home-first/pools`). A baseline's placement is that rule alone, with
+default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A baseline's placement is that rule alone, with
 `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions `fcfs`,
 `edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule.
 """
@@ -20,11 +20,11 @@ from tokenfleet.tokenpilot.core import TokenPilot
 SITES = ("home-first", "round-robin", *SITE_RULES)
 ADMISSIONS = ("pools", "none", *ORDERS)
 #: placement rules of the live TokenPilot
-LIVE_PLACEMENTS = ("least-work", "predicted-latency", "round-robin")
+LIVE_PLACEMENTS = ("predicted-latency", "least-work", "round-robin")
 
 #: names for whole combinations; a baseline alone admits everybody and asks the home site
 NAMED: dict[str, str] = {
-    "tokenfleet": "least-work/home-first/pools",
+    "tokenfleet": "predicted-latency/home-first/pools",
     "round-robin": "round-robin/round-robin/none",
     **{name: f"{name}/home-first/none" for name in RULES},
     **{f"{name}+{queue}": f"{name}+{queue}/home-first/pools" for name in RULES for queue in ("queue", "hold")},
@@ -77,7 +77,7 @@ def choose(name: str) -> Choice:
     if len(parts) > 3:
         raise UnknownPolicyError(name, known())
     placement, sites, admission = (*parts, "", "")[:3]
-    placement, sites, admission = placement or "least-work", sites or "home-first", admission or "pools"
+    placement, sites, admission = placement or "predicted-latency", sites or "home-first", admission or "pools"
     rule, plus, queue = placement.partition("+")
     sound = (
         rule in RULES and queue in (("queue", "hold") if plus else ("",)) if rule not in LIVE_PLACEMENTS else not plus
