@@ -1,9 +1,9 @@
 """The policies that can be compared, by name: which rule places, which orders sites, which admits and orders holds.
 
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
-default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A baseline's placement is that rule alone, with
-`+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions `fcfs`,
-`edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule.
+default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A baseline's placement is that rule alone,
+with `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions
+`fcfs`, `edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule.
 """
 
 from typing import Any
