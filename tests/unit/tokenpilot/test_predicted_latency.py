@@ -85,8 +85,7 @@ def test_a_degraded_card_is_noticed_and_gets_less() -> None:
 
 def test_standbys_learn_what_the_owner_learns() -> None:
     """A standby that took over predicted as on the first day."""
-    owner, standby = pilot(2), pilot(2)
-    standby.core.resign("pool:b:m:1", standby.now_ms)
+    owner, standby = pilot(2), pilot(2, elected=False)
     for n in range(20):
         said = owner.request(f"r{n}", input_tokens=3000)
         standby.request(f"r{n}", input_tokens=3000)
@@ -300,3 +299,34 @@ def test_a_large_pool_names_the_cheapest_only_and_chooses_as_if_it_named_all() -
     chosen = policy.home_or_room(situation, [c for c in some if not c.out])
     assert chosen is not None
     assert chosen.name == min((c for c in able if not c.lacks), key=policy.preference).name
+
+
+# --------------------------------------------------------------------------------------------- taking over
+
+
+def test_a_standby_takes_over_in_a_burst_with_the_same_view() -> None:
+    """P05: a replica with a view of its own chose blind to the others' choices, and all of them chose the same."""
+    owner, standby = pilot(6, token_budget=65_536), pilot(6, token_budget=65_536, elected=False)
+    answered: dict[str, str] = {}
+    for n in range(300):
+        name, tokens = f"r{n}", 500 + 37 * (n % 50)
+        for p in (owner, standby):
+            p.now_ms += 500 / 300
+        said = owner.request(name, input_tokens=tokens) if n < 150 else []
+        said += standby.request(name, input_tokens=tokens)
+        if n == 170:  # twenty requests have come since the owner died
+            said += standby.take_office(2)
+        for event in said:
+            assert isinstance(event, PlacementAssigned)
+            assert event.request_id not in answered
+            answered[event.request_id] = event.instance
+            if n < 150:
+                standby.hear(event)
+        if n == 149:
+            assert standby.core.gauges() == owner.core.gauges()
+    assert len(answered) == 300
+    sequences = [standby.core.state.load(name).sequences for name in standby.engines]
+    tokens_of = [standby.core.state.load(name).prefill_tokens for name in standby.engines]
+    assert sum(sequences) == 300
+    assert max(sequences) / (sum(sequences) / 6) < 1.4, sequences
+    assert max(tokens_of) / (sum(tokens_of) / 6) < 1.4, tokens_of
