@@ -81,6 +81,10 @@ class PlacementHeld(Event, frozen=True, kw_only=True, tag="tokenfleet.placement.
     lacks: str
     #: number of the release that could not be used, if one was tried; the request keeps its place
     after_release: int = 0
+    #: only room of its home instance is worth waiting for: elsewhere its cached prefix would be lost
+    bound: bool = False
+    #: how often this revision was held here before: the newest answer counts
+    turn: int = 0
     candidates: tuple[Considered, ...] = ()
 
 

@@ -45,8 +45,10 @@ class FleetInfo(Table, frozen=True, kw_only=True):
 class Policy(Table, frozen=True, kw_only=True):
     """`[policy]`: which decision rules run; reloaded without a restart (SIGHUP or a changed file)."""
 
-    #: TokenPilot. `least-work` holds requests beyond the look-ahead; `round-robin` assigns at once, in turn
-    placement: Literal["least-work", "round-robin"] = "least-work"
+    #: TokenPilot. `predicted-latency` prices what was learned of each instance, and the delay inflicted on others;
+    #: `least-work` compares booked prefill over declared rates; both hold requests beyond the look-ahead;
+    #: `round-robin` assigns at once, in turn
+    placement: Literal["predicted-latency", "least-work", "round-robin"] = "predicted-latency"
     #: FleetMind. `home-first` diverts above the load ceiling; `round-robin` takes allowed sites in turn
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid

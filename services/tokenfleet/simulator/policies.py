@@ -1,10 +1,10 @@
 """The policies that can be compared, by name: which rule places, which orders sites, which admits and orders holds.
 
 Decides only what a name means. A name is `placement`, or `placement/sites/admission` where a part left empty is the
-default of the policy `tokenfleet` (`least-work/home-first/pools`). A baseline's placement is that rule alone, with
-`+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions `fcfs`,
-`edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule; `static` is ours
-with the classes' shares as configured.
+default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A baseline's placement is that rule alone,
+with `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions
+`fcfs`, `edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule; `static`
+is ours with the classes' shares as configured.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ from tokenfleet.tokenpilot.core import TokenPilot
 SITES = ("home-first", "round-robin", *SITE_RULES)
 ADMISSIONS = ("pools", "static", "none", *ORDERS)
 #: placement rules of the live TokenPilot
-LIVE_PLACEMENTS = ("least-work", "round-robin")
+LIVE_PLACEMENTS = ("predicted-latency", "least-work", "round-robin")
 
 #: names for whole combinations; a baseline alone admits everybody and asks the home site
 NAMED: dict[str, str] = {
-    "tokenfleet": "least-work/home-first/pools",
+    "tokenfleet": "predicted-latency/home-first/pools",
     "round-robin": "round-robin/round-robin/none",
     **{name: f"{name}/home-first/none" for name in RULES},
     **{f"{name}+{queue}": f"{name}+{queue}/home-first/pools" for name in RULES for queue in ("queue", "hold")},
@@ -42,9 +42,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def applied(self, fleet: Fleet) -> Fleet:
         """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
-        at_once = self.placement in RULES or self.placement == "round-robin"
+        live = self.placement if self.placement in LIVE_PLACEMENTS else "least-work"
         tables: dict[str, Any] = {
-            "placement": "round-robin" if at_once else "least-work",
+            "placement": "round-robin" if self.placement in RULES else live,
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
             "admission": "none" if self.admission in ORDERS else self.admission.replace("static", "pools"),
             "feedback": "off" if self.admission == "static" else fleet.policy.feedback,
@@ -70,7 +70,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def known() -> list[str]:
     """Every name that needs no slash."""
-    return [*NAMED, "least-work"]
+    return [*NAMED, *(name for name in LIVE_PLACEMENTS if name not in NAMED)]
 
 
 def choose(name: str) -> Choice:
@@ -79,7 +79,7 @@ def choose(name: str) -> Choice:
     if len(parts) > 3:
         raise UnknownPolicyError(name, known())
     placement, sites, admission = (*parts, "", "")[:3]
-    placement, sites, admission = placement or "least-work", sites or "home-first", admission or "pools"
+    placement, sites, admission = placement or "predicted-latency", sites or "home-first", admission or "pools"
     rule, plus, queue = placement.partition("+")
     sound = (
         rule in RULES and queue in (("queue", "hold") if plus else ("",)) if rule not in LIVE_PLACEMENTS else not plus

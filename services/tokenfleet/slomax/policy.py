@@ -68,6 +68,8 @@ def fits(held: Held, instance: str, room: Level, now_ms: float) -> bool:
     """Whether a hold can go into this room, and a failed release does not forbid it."""
     if not held.home_instance:
         return False  # no instance can serve it now; TokenPilot holds it again, with a home, once one can
+    if held.bound and held.home_instance != instance:
+        return False  # its prefix is cached at home; TokenPilot holds it again, unbound, once that is not worth it
     if room.sequences < 1 or held.work.kv_tokens > room.kv_tokens:
         return False
     if not room.idle and held.work.prefill_tokens > room.prefill_tokens:

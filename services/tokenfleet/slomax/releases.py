@@ -108,6 +108,7 @@ class Releases(Desk):
             received_unix_ms=message.received_unix_ms,
             since_ms=now_ms,
             lacks=message.lacks,
+            bound=message.bound,
         )
         if known is not None:
             held.since_ms, held.bypassed, held.tried = known.since_ms, known.bypassed, dict(known.tried)

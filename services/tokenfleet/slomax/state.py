@@ -83,6 +83,8 @@ class Held(msgspec.Struct):
     since_ms: float
     #: room that was lacking when it was held
     lacks: str = ""
+    #: waits for its home instance's room only
+    bound: bool = False
     #: number of the release under way; 0: none
     released: int = 0
     #: times that somebody behind it was released into its home instance's room because it did not fit

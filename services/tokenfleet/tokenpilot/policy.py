@@ -9,19 +9,28 @@ Least estimated work: the booked prefill that has not started over the instance'
 decoding sequences, which take their token of every step's budget (chunked prefill, Sarathi-Serve, arXiv:2403.02310).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tokenfleet.eligibility import Heard, fraction, instance_out
+from tokenfleet.eligibility import Heard
 from tokenfleet.fleet import Fleet
+from tokenfleet.tokenpilot.board import CODE, Board, Codes, Column, Mask
+from tokenfleet.tokenpilot.predictor import SPREAD_TOKENS
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import Load
 from tokenfleet_schemas.placement import Considered, PlacementRequested, Work
 from tokenfleet_schemas.request import Ask
 
-Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens"]
+Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens", "newcomer"]
+
+
+#: learned costs closer than this share are alike
+_ALIKE = 0.03
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -63,7 +72,6 @@ class Candidate(msgspec.Struct):
     name: str
     heard: Heard
     load: Load
-    room: Room
     #: tokens of the prompt that are probably cached there
     hit_tokens: int
     work: Work
@@ -73,14 +81,21 @@ class Candidate(msgspec.Struct):
     out: str = ""
     lacks: Lack = ""
     terms: dict[str, float] = {}
+    #: decides between equals, in [0, 1)
+    tie: float = 0.0
 
     @property
     def total_ms(self) -> float:
         """Estimated time to the first token there."""
         return self.terms["total_ms"]
 
+    @property
+    def cost_ms(self) -> float:
+        """What is compared: the time to the first token, and what else the scorer prices."""
+        return self.terms.get("cost_ms", self.total_ms)
 
-class Situation(msgspec.Struct, frozen=True):
+
+class Situation(msgspec.Struct):
     """What a decision is about, beside the candidates."""
 
     fleet: Fleet
@@ -91,22 +106,50 @@ class Situation(msgspec.Struct, frozen=True):
     slack_ms: float | None
     #: place it now if anything has room: it was released, or nobody else decides
     force: bool = False
+    #: output tokens expected
+    decode_tokens: int = 1
+    #: share by which predictions of its class must be widened to hold
+    margin: float = 0.0
+    #: residual by bucket, to be added to 1; None: physics alone
+    residual: Column | None = None
+    #: how many can serve it, with room or without; which these are, and which of them have room
+    able: int = 0
+    board: Board | None = None
+    #: prefill of others that waits for each instance's room and for no other
+    bound_tokens: Column = np.zeros(0)
+    terms: dict[str, Column] = {}
+    able_rows: Mask = np.zeros(0, np.bool_)
+    roomy_rows: Mask = np.zeros(0, np.bool_)
+
+
+class Asked(msgspec.Struct):
+    """What the request would be on each instance: columns beside the board's."""
+
+    hit_tokens: Column
+    prefill_tokens: Column
+    kv_tokens: Column
+    sequences_left: Column
+    kv_left: Column
+    lacks_kv: Mask
 
 
 class Filter(Protocol):
-    """Says why an instance cannot serve the request now, in one word of a closed set; empty when it can."""
+    """Says for each instance why it cannot serve the request now, as a code of `board.REASONS`; 0 where it can."""
 
-    def __call__(self, situation: Situation, candidate: Candidate) -> str: ...
+    def __call__(self, situation: Situation, board: Board) -> Codes: ...
 
 
 class Scorer(Protocol):
-    """Fills `terms` of all candidates that are not out; lower `total_ms` is better."""
+    """Terms in columns, ms; lower `cost_ms` (or `total_ms`, where it is all there is) is better."""
 
-    def __call__(self, situation: Situation, candidates: Sequence[Candidate]) -> None: ...
+    def __call__(self, situation: Situation, board: Board, asked: Asked) -> dict[str, Column]: ...
 
 
 class Picker(Protocol):
-    """Takes one of the scored candidates, or none when waiting is better."""
+    """Takes one of the scored candidates, or none when waiting is better.
+
+    It is given the best with room and the best of all, or everybody where its `everybody` is true.
+    """
 
     def __call__(self, situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None: ...
 
@@ -114,70 +157,185 @@ class Picker(Protocol):
 # ---------------------------------------------------------------------------------------------- filters
 
 
-def usable(situation: Situation, candidate: Candidate) -> str:
+def usable(situation: Situation, board: Board) -> Codes:
     """Ready, fresh, exact version, adapter, routable, not draining, not excluded: as every other part filters."""
-    request = situation.request
-    return instance_out(situation.fleet, candidate.heard, request.ask, situation.now_ms, request.excluded)
+    return board.eligible(situation.request.ask, situation.request.excluded, situation.now_ms)
 
 
-def reachable(situation: Situation, candidate: Candidate) -> str:
+def reachable(situation: Situation, board: Board) -> Codes:
     """An instance that says no address cannot be dispatched to."""
-    return "" if candidate.heard.report.endpoint_url else "no_endpoint"
+    return np.where(board.reachable > 0, 0, CODE["no_endpoint"]).astype(np.int8)
 
 
-def long_enough(situation: Situation, candidate: Candidate) -> str:
+def long_enough(situation: Situation, board: Board) -> Codes:
     """The prompt and one token must fit the model's length and the instance's whole KV."""
-    report, tokens = candidate.heard.report, situation.request.ask.input_tokens
-    if report.max_model_len is not None and tokens >= report.max_model_len:
-        return "too_long"
-    if report.kv_tokens_total is not None and tokens >= report.kv_tokens_total:
-        return "kv_too_small"
-    return ""
+    tokens = situation.request.ask.input_tokens
+    codes = np.where((tokens >= board.kv_total) & (board.kv_known > 0), CODE["kv_too_small"], 0)
+    return np.where(tokens >= board.model_len, CODE["too_long"], codes).astype(np.int8)
 
 
-def unbroken(situation: Situation, candidate: Candidate) -> str:
+def unbroken(situation: Situation, board: Board) -> Codes:
     """Its last outcomes do not forbid it."""
-    return "breaker" if candidate.load.breaker.blocks(situation.now_ms, situation.knobs) else ""
+    return (board.breaker * CODE["breaker"]).astype(np.int8)
 
 
 FILTERS: tuple[Filter, ...] = (usable, reachable, long_enough, unbroken)
 
 
-# ---------------------------------------------------------------------------------------------- scorer, picker
+# ---------------------------------------------------------------------------------------------- scorers
 
 
-def least_work(situation: Situation, candidates: Sequence[Candidate]) -> None:
+def least_work(situation: Situation, board: Board, asked: Asked) -> dict[str, Column]:
     """Wait (for the booked prefill ahead, or for a sequence to end) plus own uncached prefill, ms.
 
     An unknown rate counts as the slowest known of the pool: unknown is never fast.
     """
-    known = [c.rate for c in candidates if c.rate is not None]
-    fallback = min(known, default=situation.knobs.unknown_prefill_tokens_per_s)
-    for c in candidates:
-        rate = c.rate if c.rate is not None else fallback
-        decoding = c.load.decoding + c.load.foreign_sequences
-        share = max(0.1, 1.0 - decoding / max(1, c.heard.report.token_budget))
-        per_token_ms = 1000.0 / (rate * share)
-        wait_ms = max(c.load.prefill_tokens * per_token_ms, slot_ms(c))
-        own_ms = c.work.prefill_tokens * per_token_ms
-        c.terms = {
-            "wait_ms": wait_ms,
-            "own_ms": own_ms,
-            "decoding": float(decoding),
-            "prefix_hit_tokens": float(c.hit_tokens),
-            "total_ms": wait_ms + own_ms,
-        }
+    known = board.rate[~np.isnan(board.rate)]
+    fallback = float(known.min()) if known.size else situation.knobs.unknown_prefill_tokens_per_s
+    rate = np.where(np.isnan(board.rate), fallback, board.rate)
+    decoding = board.decoding + board.foreign_sequences
+    share = np.maximum(0.1, 1.0 - decoding / np.maximum(1.0, board.token_budget))
+    per_token_ms = 1000.0 / (rate * share)
+    slot_ms = slots_ms(situation, board, asked)
+    wait_ms = np.maximum(board.prefill_tokens * per_token_ms, slot_ms)
+    own_ms = asked.prefill_tokens * per_token_ms
+    return {
+        "wait_ms": wait_ms,
+        "own_ms": own_ms,
+        "slot_ms": slot_ms,
+        "decoding": decoding,
+        "prefix_hit_tokens": asked.hit_tokens,
+        "total_ms": wait_ms + own_ms,
+    }
 
 
-def slot_ms(candidate: Candidate) -> float:
-    """Expected time until a sequence ends on a full instance: length × pace over the sequences that run there.
+def slots_ms(situation: Situation, board: Board, asked: Asked) -> Column:
+    """Expected time until a sequence ends on a full instance: length x pace over the sequences that run there.
 
     Zero where sequences are left, and where no pace has been learned: then nobody knows, and prefill alone ranks.
     """
-    load = candidate.load
-    if candidate.room.sequences > 0 or load.tpot_ms is None:
-        return 0.0
-    return candidate.work.decode_tokens * load.tpot_ms / max(1, load.sequences + load.foreign_sequences)
+    pace = np.where(np.isnan(board.tpot_seen_ms), 0.0, board.tpot_seen_ms)
+    stay_ms = situation.decode_tokens * pace / np.maximum(1.0, board.sequences + board.foreign_sequences)
+    return np.where(asked.sequences_left > 0, 0.0, stay_ms)
+
+
+def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[str, Column]:
+    """J: the request's own time to the first token, and a price on the compute that it burns and the delay it inflicts.
+
+    J = wait + own + kv + (mu + w N) own, where N counts the sequences there: a prefill delays all of them. Time by
+    which the first token (with the class's margin) would be late costs extra, as much as compute where another would
+    be in time; time by which each token would be late costs once more. The time to the first token is the predictor's,
+    from the prefill ahead as it must be by now.
+    """
+    knobs, ask = situation.knobs, situation.request.ask
+    own, hit = asked.prefill_tokens, asked.hit_tokens
+    decoding, budget, kv_read, per_token_ms = pace(board)
+    left = board.prefill_tokens - progress(board, per_token_ms, situation.now_ms)
+    ahead = left + situation.bound_tokens
+    ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
+    own_pairs = own * (hit + own / 2.0)
+    steps = np.maximum(1.0, (ahead + own) / budget) + np.where(decoding > 0, 0.5, 0.0)
+    ttft_ms = (
+        board.delay_ms
+        + board.token_ms * (ahead + own + steps * decoding)
+        + board.pair_ms * (ahead_pairs + own_pairs)
+        + steps * (board.step_ms + board.kv_ms * kv_read)
+    )
+    if situation.residual is not None:
+        ttft_ms = ttft_ms * (1.0 + situation.residual[buckets(ahead / budget, decoding, board.sequences_max)])
+    burnt_ms = own * per_token_ms + board.pair_ms * own_pairs
+    tpot_ms = (
+        board.tpot_base_ms
+        + board.tpot_sequence_ms * (decoding + 1.0)
+        + board.tpot_kv_ms * kv_read
+        + board.tpot_prefill_ms * (left + own) / SPREAD_TOKENS
+    )
+    stay_ms = situation.decode_tokens * tpot_ms
+    kv_ms = np.where(
+        asked.lacks_kv, (asked.kv_tokens - asked.kv_left) * stay_ms / np.maximum(1.0, board.kv_tokens), 0.0
+    )
+    slot_ms = np.where(
+        asked.sequences_left > 0, 0.0, stay_ms / np.maximum(1.0, board.sequences + board.foreign_sequences)
+    )
+    own_ms = np.minimum(board.delay_ms + burnt_ms, ttft_ms)
+    wait_ms = np.maximum(ttft_ms - own_ms, slot_ms)
+    total_ms = wait_ms + own_ms + kv_ms
+    cost_ms = total_ms + (knobs.burn_price + knobs.delay_price * board.sequences) * burnt_ms
+    # KV is held as long as the request stays; a full instance makes whoever comes next wait for it.
+    share = np.minimum(1.0, (board.kv_tokens + board.foreign_kv_tokens + asked.kv_tokens) / board.kv_total)
+    cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.kv_tokens / board.kv_total
+    if situation.slack_ms is not None:
+        late_ms = np.maximum(0.0, total_ms * (1.0 + situation.margin) - max(0.0, situation.slack_ms))
+        # Late everywhere, it is late: then nobody's cache is worth less for it.
+        price = knobs.late_price if bool((late_ms == 0.0).any()) else 1.0
+        cost_ms = cost_ms + price * late_ms
+    if ask.tpot_ms is not None:
+        cost_ms = cost_ms + situation.decode_tokens * np.maximum(0.0, tpot_ms - ask.tpot_ms)
+    cold = board.warmth < 1.0
+    if cold.any() and not cold.all():
+        # Slow start: only a growing share of requests sees a newcomer as it is; the others see the worst of the rest.
+        shy = cold & (board.ties(ask.request_id + " warm") >= board.warmth)
+        cost_ms = np.where(shy, cost_ms + float(cost_ms.max()), cost_ms)
+    return {
+        "wait_ms": wait_ms,
+        "own_ms": own_ms,
+        "slot_ms": slot_ms,
+        "kv_ms": kv_ms,
+        "burnt_ms": burnt_ms,
+        "ahead_tokens": ahead,
+        "decoding": decoding,
+        "prefix_hit_tokens": hit,
+        "tpot_ms": tpot_ms,
+        "total_ms": total_ms,
+        "cost_ms": cost_ms,
+    }
+
+
+def pace(board: Board) -> tuple[Column, Column, Column, Column]:
+    """Sequences that decode, prompt tokens per step, KV tokens read per step, and time per prompt token, ms."""
+    decoding = board.decoding + board.foreign_sequences
+    budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
+    kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
+    per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
+    return decoding, budget, kv_read, per_token_ms
+
+
+def progress(board: Board, per_token_ms: Column, now_ms: float) -> Column:
+    """Prompt tokens that must have been computed of what is booked: the queue between two signs of life."""
+    with_attention_ms = per_token_ms + board.pair_ms * board.pairs / np.maximum(1.0, board.prefill_tokens)
+    return np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / with_attention_ms, board.done_max)
+
+
+def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt.NDArray[np.intp]:
+    """`predictor.bucket` for columns."""
+    queue = np.minimum(4, (ahead_steps * 2.0).astype(np.intp))
+    full = np.minimum(4, (5.0 * decoding / np.maximum(1.0, sequences_max)).astype(np.intp))
+    return queue * 5 + full
+
+
+def bound(situation: Situation, home: Candidate) -> bool:
+    """Whether a request that is held should wait for its home's room only.
+
+    It should when waiting there, all who wait for the same included, costs less than the same request would elsewhere
+    if there were no wait at all: whatever room comes first would be worse.
+    """
+    terms = situation.terms
+    if "cost_ms" not in terms or situation.board is None:
+        return False
+    elsewhere = (terms["cost_ms"] - terms["wait_ms"] - terms["kv_ms"])[situation.able_rows]
+    if elsewhere.size < 2:
+        return False
+    # The home is not elsewhere.
+    own = home.cost_ms - home.terms["wait_ms"] - home.terms["kv_ms"]
+    least = np.partition(elsewhere, 1)[:2]
+    other = float(least[1] if least[0] >= own - 1e-6 else least[0])
+    return home.cost_ms < (1.0 - _ALIKE) * other
+
+
+SCORERS: dict[str, Scorer] = {"least-work": least_work, "predicted-latency": predicted_latency}
+
+
+# ---------------------------------------------------------------------------------------------- pickers
 
 
 def worth_waiting(situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -188,16 +346,40 @@ def worth_waiting(situation: Situation, candidates: Sequence[Candidate]) -> Cand
     roomy = [c for c in candidates if not c.lacks]
     if not roomy:
         return None
-    request_id = situation.request.ask.request_id
-    best = min(roomy, key=lambda c: preference(request_id, c))
-    if situation.force or situation.slack_ms is None or best.total_ms <= max(0.0, situation.slack_ms):
+    best = min(roomy, key=preference)
+    widened = best.total_ms * (1.0 + situation.margin)
+    if situation.force or situation.slack_ms is None or widened <= max(0.0, situation.slack_ms):
         return best
     return best if best.total_ms <= min(c.total_ms for c in candidates) else None
 
 
-def preference(request_id: str, candidate: Candidate) -> tuple[float, float]:
-    """Order of scored candidates; less than a tenth of a millisecond is no difference."""
-    return round(candidate.total_ms, 1), fraction(request_id, candidate.name)
+def home_or_room(situation: Situation, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The cheapest with room, unless it should wait for its home's room only (`bound`)."""
+    roomy = [c for c in candidates if not c.lacks]
+    if not roomy:
+        return None
+    best, home = min(roomy, key=preference), min(candidates, key=preference)
+    return None if home is not best and bound(situation, home) else best
+
+
+PICKERS: dict[str, Picker] = {"least-work": worth_waiting, "predicted-latency": home_or_room}
+
+
+def preference(candidate: Candidate) -> tuple[float, float]:
+    """Order of scored candidates; less than a tenth of a millisecond, or of 3% where costs are learned, is none.
+
+    Estimates differ by that much among equal instances: without it the luckiest one would get every request.
+    """
+    if "cost_ms" in candidate.terms:
+        return float(round(math.log1p(candidate.cost_ms) / _ALIKE)), candidate.tie
+    return round(candidate.total_ms, 1), candidate.tie
+
+
+def preferences(terms: dict[str, Column], ties: Column) -> Column:
+    """`preference` as one number each."""
+    if "cost_ms" in terms:
+        return np.round(np.log1p(terms["cost_ms"]) / _ALIKE) + 0.5 * ties
+    return np.round(terms["total_ms"], 1) + 0.05 * ties
 
 
 # ---------------------------------------------------------------------------------------------- numbers
@@ -214,22 +396,40 @@ def prefill_rate(fleet: Fleet, site: str, heard: Heard) -> float | None:
     return None
 
 
-def work_of(ask: Ask, hit_tokens: int, decode_tokens: float, kv_tokens_total: int | None) -> Work:
+def expected_tokens(ask: Ask, tokens: float) -> int:
+    """Output to expect: what was learned, never more than the client permits, at least one token."""
+    expected = max(1, round(tokens))
+    if ask.output_budget_tokens is not None:
+        expected = max(1, min(expected, ask.output_budget_tokens))
+    return expected
+
+
+def work_of(ask: Ask, hit_tokens: int, decode_tokens: int, kv_tokens_total: int | None) -> Work:
     """What a request will occupy, with the expected (not the permitted) output.
 
     A hit never saves the last token: the engine computes at least one to have logits.
     """
-    expected = max(1, round(decode_tokens))
-    if ask.output_budget_tokens is not None:
-        expected = max(1, min(expected, ask.output_budget_tokens))
-    kv_tokens = ask.input_tokens + expected
+    kv_tokens = ask.input_tokens + decode_tokens
     if kv_tokens_total is not None:
         kv_tokens = min(kv_tokens, kv_tokens_total)
-    return Work(prefill_tokens=max(1, ask.input_tokens - hit_tokens), decode_tokens=expected, kv_tokens=kv_tokens)
+    return Work(prefill_tokens=max(1, ask.input_tokens - hit_tokens), decode_tokens=decode_tokens, kv_tokens=kv_tokens)
 
 
-def room_of(fleet: Fleet, site: str, heard: Heard, load: Load, now_ms: float, knobs: Knobs) -> Room:
+def room_of(
+    fleet: Fleet,
+    site: str,
+    heard: Heard,
+    load: Load,
+    now_ms: float,
+    knobs: Knobs,
+    done_tokens: float,
+    soon_tokens: float,
+    kv_ahead: float,
+) -> Room:
     """Room of an instance: its limits less what is booked and what others persistently run there.
+
+    Of the booked prefill, `done_tokens` must have been computed by now; less than `soon_tokens` is as good as none.
+    Of its KV a share of `kv_ahead` may be booked beyond what there is: that waits in the engine.
 
     Where nobody knows the KV capacity, sequences alone judge, and few of them (`unknown_kv_sequences`); the KV room
     said is then the longest context for each of those, a number that never decides.
@@ -254,10 +454,11 @@ def room_of(fleet: Fleet, site: str, heard: Heard, load: Load, now_ms: float, kn
             longest = fleet.models[report.model].max_model_len if report.model in fleet.models else 0
         kv_tokens = sequences * longest
     else:
-        kv_tokens = max(0, total - load.kv_tokens - load.foreign_kv_tokens)
+        kv_tokens = max(0, int(total * (1.0 + kv_ahead) - load.kv_tokens_expected - load.foreign_kv_tokens))
+    ahead = load.prefill_tokens - done_tokens
     return Room(
-        prefill_tokens=max(0, int(knobs.lookahead_budgets * report.token_budget) - load.prefill_tokens),
-        idle=load.prefill_tokens == 0,
+        prefill_tokens=max(0, int(int(load.lookahead(knobs) * report.token_budget) - ahead)),
+        idle=ahead <= soon_tokens,
         sequences=sequences,
         kv_tokens=kv_tokens,
         empty=load.sequences == 0 and load.foreign_sequences == 0,

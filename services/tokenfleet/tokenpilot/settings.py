@@ -8,6 +8,16 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
 
     #: an engine gets so many prefill chunks of look-ahead: enough to stay busy for one round trip, few to reorder
     lookahead_budgets: float = 2.0
+    #: share of the KV capacity that may be booked beyond it: engines admit block by block, as sequences end, which is
+    #: finer than bookings know; what waits inside cannot be reordered
+    kv_lookahead: float = 0.0
+    #: it adapts in these steps between these limits, down after so many first tokens without running dry
+    lookahead_min: float = 1.0
+    lookahead_max: float = 4.0
+    lookahead_step: float = 0.25
+    lookahead_patience: int = 50
+    #: from a first token until the next request is at the engine: less prefill than that is as good as none, ms
+    feedback_ms: float = 40.0
     #: an offer unanswered for the larger of this and three round trips is filled without SLOMax, ms
     offer_answer_ms: float = 200.0
     #: offers of one instance keep this distance: several ends in one engine step make one offer, ms
@@ -36,5 +46,15 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     breaker_quiet_ms: float = 60_000.0
     #: digests remembered per instance by the approximate prefix index (64 tokens each)
     prefix_digests: int = 32_768
+    #: price of compute that a prefill burns, in its own time: mu of the scorer `predicted-latency`
+    burn_price: float = 5.0
+    #: price of the delay that a prefill inflicts on each sequence there, in its own time: w
+    delay_price: float = 0.05
+    #: price of the share of an instance's KV that a request takes for as long as it stays there, where it is full
+    kv_price: float = 5.0
+    #: price of being late on an instance while another would be in time, in the time that it is late
+    late_price: float = 5.0
+    #: candidates named in a decision where there are more: the cheapest
+    shortlist: int = 8
     #: tombstones of ended requests are kept this long against late and repeated messages, ms
     tombstone_ms: float = 120_000.0

@@ -12,6 +12,9 @@ import msgspec
 from tokenfleet.eligibility import CapacityView
 from tokenfleet.presence import Presence
 from tokenfleet.tokenpilot.breaker import Breaker
+from tokenfleet.tokenpilot.lengths import LengthBook
+from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
+from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementRequested, Work
 
@@ -21,8 +24,31 @@ FOREIGN_SAMPLES = 3
 NO_INSTANCE = "instance"
 
 
+INFINITY = float("inf")
+#: sequences that must decode for the KV gauge to say what a booked token occupies, and the least that is believed
+KV_SAMPLES, KV_SCALE_MIN = 4, 0.6
+#: a new incarnation is seen as any other after so many first tokens, or so long, ms
+WARM_TOKENS, WARM_MS = 8, 10_000.0
+
+
 class BookingError(ValueError):
     """A booking was made twice: a bug in the core, never an input's fault."""
+
+
+class Forecast(msgspec.Struct):
+    """A prediction with all that is needed to learn from its outcome."""
+
+    ttft_features: list[float]
+    #: from dispatch to first token, by physics alone; and with the residual, as it was said
+    physics_ms: float
+    said_ms: float
+    #: of the residual
+    bucket: int
+    tpot_features: list[float]
+    #: round trip between gateway and instance, part of what the gateway sees
+    rtt_ms: float = 0.0
+    #: until the engine begins with it if it is idle
+    delay_ms: float = 0.0
 
 
 class Booking(msgspec.Struct):
@@ -48,6 +74,8 @@ class Booking(msgspec.Struct):
     revision: int = 0
     #: highest release number that this booking answers
     release_number: int = 0
+    #: what the prediction for its instance was made from, and what it was; None: nothing was predicted
+    forecast: Forecast | None = None
 
 
 class Waiting(msgspec.Struct):
@@ -57,6 +85,10 @@ class Waiting(msgspec.Struct):
     #: our clock when this revision arrived
     heard_ms: float
     held: PlacementHeld | None = None
+    #: how often this revision was answered with `held`
+    turns: int = 0
+    #: when its home was last thought over
+    thought_ms: float = 0.0
     confirmed: bool = True
     said_ms: float = 0.0
     #: a release that has not been answered yet; 0: none
@@ -86,13 +118,53 @@ class Load(msgspec.Struct):
     #: of bookings without a first token
     prefill_tokens: int = 0
     kv_tokens: int = 0
-    #: bookings with a first token
+    #: bookings with a first token, and their part of the KV tokens
     decoding: int = 0
+    decoding_kv_tokens: int = 0
+    #: what a booked KV token really occupies: sequences share blocks, and are not at their full length yet
+    kv_scale: float = 1.0
     #: last samples of sequences and KV tokens that are not ours
     foreign: list[tuple[int, float]] = []
     #: learned time per output token, ms; None: nothing learned
     tpot_ms: float | None = None
+    #: attention of the prefill that is booked and has no first token, pairs of tokens
+    pairs: int = 0
+    #: booking → its prefill tokens, in order of booking: those without a first token
+    unstarted: dict[str, int] = {}
+    #: since when the engine has computed at that prefill; infinite: nothing is booked
+    anchor_ms: float = INFINITY
+    #: look-ahead, token budgets; None: the knob's
+    lookahead_budgets: float | None = None
+    #: first tokens since the engine last ran dry while requests waited
+    fed: int = 0
+    #: when this incarnation was first heard of, and first tokens since; None: from the beginning, as all others
+    cold_since_ms: float | None = None
+    first_tokens: int = 0
     breaker: Breaker = msgspec.field(default_factory=Breaker)
+
+    def lookahead(self, knobs: Knobs) -> float:
+        """Prefill chunks that the engine may have ahead."""
+        return knobs.lookahead_budgets if self.lookahead_budgets is None else self.lookahead_budgets
+
+    def feed(self, starved: bool, knobs: Knobs) -> None:
+        """A first token came: more look-ahead where the engine ran dry while requests waited, less while it never does.
+
+        Up at once, down slowly: idle time is lost for good, a queue inside the engine only cannot be reordered.
+        """
+        if starved:
+            self.lookahead_budgets = min(knobs.lookahead_max, self.lookahead(knobs) + knobs.lookahead_step)
+            self.fed = 0
+            return
+        self.fed += 1
+        if self.fed >= knobs.lookahead_patience:
+            self.lookahead_budgets = max(knobs.lookahead_min, self.lookahead(knobs) - knobs.lookahead_step)
+            self.fed = 0
+
+    def warmth(self, now_ms: float) -> float:
+        """Share of requests that may see a new incarnation as it is: grows with first tokens and with time."""
+        if self.cold_since_ms is None:
+            return 1.0
+        return min(1.0, max((1 + self.first_tokens) / WARM_TOKENS, (now_ms - self.cold_since_ms) / WARM_MS))
 
     @property
     def foreign_sequences(self) -> int:
@@ -104,6 +176,19 @@ class Load(msgspec.Struct):
         """KV tokens beyond our bookings that persisted over the last reports."""
         return int(min((tokens for _, tokens in self.foreign), default=0.0))
 
+    def done_max(self, token_budget: int) -> int:
+        """Prefill that can have been computed without a first token having come: the oldest's, and one step's."""
+        return min(self.prefill_tokens, max(next(iter(self.unstarted.values()), 0), token_budget))
+
+    def decode_kv_tokens(self) -> float:
+        """KV tokens that the decodes of a step read: of what is booked, the share that decodes."""
+        return self.decoding_kv_tokens * self.kv_scale + self.foreign_kv_tokens
+
+    @property
+    def kv_tokens_expected(self) -> float:
+        """KV tokens that our bookings occupy, as the engine's gauge has shown of earlier ones."""
+        return self.kv_tokens * self.kv_scale
+
     def sample(self, report: CapacityReported) -> None:
         """Fold a report's load: what our bookings do not explain is foreign. An unknown sample teaches nothing."""
         if report.running is None or report.waiting is None:
@@ -111,20 +196,19 @@ class Load(msgspec.Struct):
         sequences = max(0, report.running + report.waiting - self.sequences)
         tokens = 0.0
         if report.kv_usage is not None and report.kv_tokens_total is not None:
-            tokens = max(0.0, report.kv_usage * report.kv_tokens_total - self.kv_tokens)
+            used = report.kv_usage * report.kv_tokens_total
+            tokens = max(0.0, used - self.kv_tokens)
+            if self.decoding >= KV_SAMPLES:
+                # Too high while somebody prefills, never too low: only who has a first token is surely in the gauge.
+                share = min(1.0, max(KV_SCALE_MIN, used / self.decoding_kv_tokens))
+                self.kv_scale += 0.2 * (share - self.kv_scale)
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
 
 
-class Length(msgspec.Struct):
-    """Learned output length of a class of requests."""
-
-    count: int = 0
-    mean_tokens: float = 0.0
-
-    def learn(self, tokens: int) -> None:
-        """Mean of the first 20, then exponentially weighted."""
-        self.count += 1
-        self.mean_tokens += (tokens - self.mean_tokens) / min(self.count, 20)
+def pairs(work: Work) -> int:
+    """Attention of a prefill: pairs of a computed token and one before it; the context is what the hit saves."""
+    hit_tokens = max(0, work.kv_tokens - work.decode_tokens - work.prefill_tokens)
+    return work.prefill_tokens * (2 * hit_tokens + work.prefill_tokens) // 2
 
 
 class Pool(msgspec.Struct):
@@ -139,6 +223,10 @@ class Pool(msgspec.Struct):
     blocked: int = 0
     #: prefill tokens of the held
     held_prefill_tokens: int = 0
+    #: of the held, those that wait for their home instance's room only: instance → how many
+    bound: dict[str, int] = {}
+    #: and their prefill tokens
+    bound_tokens: dict[str, int] = {}
     #: number of the last release heard
     last_released: int = 0
     #: term of the SLOMax owner that numbered it
@@ -152,11 +240,22 @@ class Pool(msgspec.Struct):
             self.held -= 1
             self.blocked -= waiting.held.lacks == NO_INSTANCE
             self.held_prefill_tokens -= waiting.held.work.prefill_tokens
+            self._bind(waiting.held, -1)
         waiting.held = held
         if held is not None:
             self.held += 1
             self.blocked += held.lacks == NO_INSTANCE
             self.held_prefill_tokens += held.work.prefill_tokens
+            self._bind(held, 1)
+
+    def _bind(self, held: PlacementHeld, sign: int) -> None:
+        if not held.bound:
+            return
+        home = held.home_instance
+        self.bound[home] = self.bound.get(home, 0) + sign
+        self.bound_tokens[home] = self.bound_tokens.get(home, 0) + sign * held.work.prefill_tokens
+        if not self.bound[home]:
+            del self.bound[home], self.bound_tokens[home]
 
     def drop(self, request_id: str) -> Waiting | None:
         """The request waits here no more."""
@@ -179,7 +278,13 @@ class State(msgspec.Struct):
     presence: Presence = msgspec.field(default_factory=Presence)
     #: `request ID`, `attempt ID#n`, `booking ID`, `outcome ID` → when it ended
     gone: dict[str, float] = {}
-    lengths: dict[str, Length] = {}
+    lengths: LengthBook = msgspec.field(default_factory=LengthBook)
+    #: instance → what was learned of it
+    models: dict[str, Model] = {}
+    #: model version → what the physics of its instances miss
+    residuals: dict[str, Residual] = {}
+    #: class → margin of its predictions
+    margins: dict[str, Margin] = {}
     #: highest term heard of each other office that commands us
     terms: dict[str, int] = {}
 
@@ -203,8 +308,13 @@ class State(msgspec.Struct):
         load.kv_tokens += booking.work.kv_tokens
         if booking.started:
             load.decoding += 1
+            load.decoding_kv_tokens += booking.work.kv_tokens
         else:
+            if not load.prefill_tokens:
+                load.anchor_ms = booking.booked_ms
             load.prefill_tokens += booking.work.prefill_tokens
+            load.pairs += pairs(booking.work)
+            load.unstarted[booking.id] = booking.work.prefill_tokens
 
     def start(self, booking: Booking) -> bool:
         """Move it from prefill to decode; False if it had been moved."""
@@ -212,8 +322,9 @@ class State(msgspec.Struct):
             return False
         booking.started = True
         load = self.loads[booking.instance]
-        load.prefill_tokens -= booking.work.prefill_tokens
+        self._computed(load, booking)
         load.decoding += 1
+        load.decoding_kv_tokens += booking.work.kv_tokens
         return True
 
     def release(self, booking_id: str, now_ms: float) -> Booking | None:
@@ -231,10 +342,19 @@ class State(msgspec.Struct):
         load.kv_tokens -= booking.work.kv_tokens
         if booking.started:
             load.decoding -= 1
+            load.decoding_kv_tokens -= booking.work.kv_tokens
         else:
-            load.prefill_tokens -= booking.work.prefill_tokens
+            self._computed(load, booking)
         load.breaker.released(booking_id)
         return booking
+
+    def _computed(self, load: Load, booking: Booking) -> None:
+        """Prefill that is no longer ahead of anybody."""
+        load.prefill_tokens -= booking.work.prefill_tokens
+        load.pairs -= pairs(booking.work)
+        load.unstarted.pop(booking.id, None)
+        if not load.prefill_tokens:
+            load.anchor_ms = INFINITY
 
     def bookings_of(self, request_id: str) -> list[Booking]:
         """Bookings of a request at this site, oldest first."""
@@ -256,7 +376,3 @@ class State(msgspec.Struct):
         # looked at every second and long: no copy of it
         for key in list(takewhile(lambda key: self.gone[key] < before_ms, self.gone)):
             del self.gone[key]
-
-    def length(self, model: str, service_class: str, task: str) -> Length:
-        """Learned output length of requests like this."""
-        return self.lengths.setdefault(f"{model} {service_class} {task}", Length())

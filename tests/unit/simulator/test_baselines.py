@@ -12,13 +12,12 @@ from tokenfleet.simulator.baselines import ORDERS, RULES, HoldForBest, WithRoom,
 from tokenfleet.simulator.policies import choose
 from tokenfleet.slomax.policy import Level
 from tokenfleet.slomax.state import Held, Pool
-from tokenfleet.tokenpilot.policy import Candidate, Room, Situation, least_work
+from tokenfleet.tokenpilot.policy import Candidate, Situation
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import Load
 from tokenfleet_schemas.placement import Work
 
 FLEET = small_fleet({"b": 4})
-ROOM = Room(4096, True, 8, 100_000)
 
 
 def bench(
@@ -37,8 +36,10 @@ def bench(
         )
         hit = load.get("hit", 0)
         work = Work(prefill_tokens=max(1, input_tokens - hit), decode_tokens=100, kv_tokens=input_tokens + 100)
-        found.append(Candidate(f"b-{n}", heard, booked, ROOM, hit, work, 10_000.0))
-    least_work(situation, found)
+        one = Candidate(f"b-{n}", heard, booked, hit, work, 10_000.0)
+        wait_ms, own_ms = booked.prefill_tokens / 10.0, work.prefill_tokens / 10.0
+        one.terms = {"wait_ms": wait_ms, "own_ms": own_ms, "total_ms": wait_ms + own_ms}
+        found.append(one)
     return situation, found
 
 

@@ -100,7 +100,7 @@ def test_a_missing_trace_says_where_it_was_looked_for(tmp_path: Path, monkeypatc
 
 def test_unknown_policies_are_refused_by_name() -> None:
     """A typing error must not silently run something else."""
-    assert choose("tokenfleet").placement == "least-work"
+    assert choose("tokenfleet").placement == "predicted-latency"
     assert choose("least-work//none").admission == "none"
     for wrong in ("tokenfeet", "least-work/nowhere", "a/b/c/d"):
         with pytest.raises(UnknownPolicyError, match="known"):

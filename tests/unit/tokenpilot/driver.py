@@ -1,5 +1,6 @@
 """Drives one TokenPilot core by hand and checks, after every message, that its sums are the sums of its parts."""
 
+from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,6 +9,7 @@ from tests.simulation.harness import START_MS, Engine, report, small_fleet
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet
 from tokenfleet.tokenpilot.core import TokenPilot
+from tokenfleet.tokenpilot.state import pairs
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.lease import GatewayLeased, OpenRequest
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted, Times
@@ -51,6 +53,8 @@ class Pilot:
     """One core in office for `pool:b:m:1`, its clock and what it said."""
 
     def __init__(self, fleet: Fleet | None = None, *, instances: int = 2, elected: bool = True, **limits: Any) -> None:
+        # Rules that hold under any scorer are tested under the one whose numbers can be reckoned by hand.
+        limits = {"policy": 'placement = "least-work"', **limits}
         self.fleet = fleet or small_fleet({"b": instances}, **limits)
         self.core = TokenPilot(self.fleet, "b", replica="p0")
         self.now_ms = START_MS
@@ -267,15 +271,24 @@ def validate(core: TokenPilot) -> None:
         one[1] += 0 if booking.started else booking.work.prefill_tokens
         one[2] += booking.work.kv_tokens
         one[3] += booking.started
+        if not booking.started:
+            assert state.loads[booking.instance].unstarted[booking.id] == booking.work.prefill_tokens
         assert booking.id in state.of_request[booking.request_id]
     for name, load in state.loads.items():
         assert [load.sequences, load.prefill_tokens, load.kv_tokens, load.decoding] == sums[name], name
         assert min(sums[name]) >= 0
+        assert sum(load.unstarted.values()) == load.prefill_tokens
+        mine = [b for b in state.bookings.values() if b.instance == name]
+        assert load.pairs == sum(pairs(b.work) for b in mine if not b.started)
+        assert load.decoding_kv_tokens == sum(b.work.kv_tokens for b in mine if b.started)
         assert load.breaker.trial == "" or load.breaker.trial in state.bookings
     assert sum(len(ids) for ids in state.of_request.values()) == len(state.bookings)
     for pool in state.pools.values():
         held = [w.held for w in pool.waiting.values() if w.held is not None]
         assert pool.held == len(held)
+        bound = [h for h in held if h.bound]
+        assert pool.bound == Counter(h.home_instance for h in bound)
+        assert sum(pool.bound_tokens.values()) == sum(h.work.prefill_tokens for h in bound)
         assert pool.blocked == sum(h.lacks == "instance" for h in held)
         assert pool.held_prefill_tokens == sum(h.work.prefill_tokens for h in held)
     watched = {r for sign in state.presence.gateways.values() for r in sign.open}

@@ -25,8 +25,9 @@ STEP = st.tuples(st.sampled_from(WHAT), st.sampled_from(REQUESTS), st.integers(0
 class Chaos:
     """Says anything that the others may say, in any order, about few requests, so that they collide."""
 
-    def __init__(self) -> None:
-        self.pilot = Pilot(instances=2, max_sequences=4, kv_tokens=20_000)
+    def __init__(self, placement: str = "predicted-latency") -> None:
+        policy = f'placement = "{placement}"'
+        self.pilot = Pilot(instances=2, max_sequences=4, kv_tokens=20_000, policy=policy)
         self.attempts: dict[str, tuple[int, int]] = {}
         self.heard: list[Event] = []
         self.term, self.released, self.lease_revision = 1, 0, 0
@@ -129,10 +130,10 @@ def _as_assigned(event: Any) -> Any:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(STEP, max_size=60))
-def test_any_order_balances_and_ends_at_zero(steps: list[tuple[str, str, int, bool]]) -> None:
+@given(st.lists(STEP, max_size=60), st.sampled_from(("predicted-latency", "least-work")))
+def test_any_order_balances_and_ends_at_zero(steps: list[tuple[str, str, int, bool]], placement: str) -> None:
     """P01, P08: leaks came from the orders that nobody had thought of. The driver checks the sums at every message."""
-    chaos = Chaos()
+    chaos = Chaos(placement)
     for one in steps:
         chaos.step(*one)
     chaos.end()

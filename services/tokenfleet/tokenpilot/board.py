@@ -1,0 +1,261 @@
+"""One model's instances as columns, so that a decision costs vector operations and not a loop over instances.
+
+Decides nothing: it mirrors reports, bookings and what was learned, row by row when one of them changed. What depends
+on the request's origin (routable, adapter, version) is kept per such origin, and asked of `eligibility` once per
+change, so that this filter and everybody else's stay the same one. Refuses to know requests.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenfleet.eligibility import FRESH_MS, Heard, instance_out
+from tokenfleet.fleet import Fleet
+from tokenfleet.tokenpilot.predictor import Model
+from tokenfleet.tokenpilot.settings import Knobs
+from tokenfleet.tokenpilot.state import Load
+from tokenfleet_schemas.request import Ask
+
+Column = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.int8]
+
+#: why an instance is out, by code; 0 is not out
+REASONS = (
+    "",
+    "declared_elsewhere",
+    "zone_mismatch",
+    "other_version",
+    "no_adapter",
+    "not_routable",
+    "stale",
+    "draining",
+    "not_ready",
+    "excluded",
+    "no_endpoint",
+    "too_long",
+    "kv_too_small",
+    "breaker",
+)
+CODE = {reason: code for code, reason in enumerate(REASONS)}
+_COLUMNS = (
+    "heard_ms",
+    "sequences",
+    "prefill_tokens",
+    "done_max",
+    "pairs",
+    "kv_tokens",
+    "decoding",
+    "decoding_kv_tokens",
+    "foreign_sequences",
+    "foreign_kv_tokens",
+    "token_budget",
+    "sequences_max",
+    "sequences_cap",
+    "kv_total",
+    "kv_known",
+    "model_len",
+    "lookahead_tokens",
+    "anchor_ms",
+    "rate",
+    "delay_ms",
+    "token_ms",
+    "pair_ms",
+    "step_ms",
+    "kv_ms",
+    "tpot_base_ms",
+    "tpot_sequence_ms",
+    "tpot_kv_ms",
+    "tpot_prefill_ms",
+    "tpot_seen_ms",
+    "warmth",
+    "number",
+    "reachable",
+    "breaker",
+)
+#: origins remembered (zone, adapter, version)
+_ORIGINS_MAX = 256
+
+
+class Board:
+    """Columns by name; every row is an instance, in order of names."""
+
+    heard_ms: Column
+    sequences: Column
+    prefill_tokens: Column
+    #: of it, at most so much is computed
+    done_max: Column
+    pairs: Column
+    kv_tokens: Column
+    decoding: Column
+    decoding_kv_tokens: Column
+    foreign_sequences: Column
+    foreign_kv_tokens: Column
+    token_budget: Column
+    sequences_max: Column
+    #: the breaker's limit
+    sequences_cap: Column
+    #: infinite where unknown
+    kv_total: Column
+    kv_known: Column
+    model_len: Column
+    lookahead_tokens: Column
+    #: since when the engine has computed at what is booked
+    anchor_ms: Column
+    #: declared or observed prefill rate, tokens/s; NaN: unknown
+    rate: Column
+    delay_ms: Column
+    token_ms: Column
+    pair_ms: Column
+    step_ms: Column
+    kv_ms: Column
+    tpot_base_ms: Column
+    tpot_sequence_ms: Column
+    tpot_kv_ms: Column
+    tpot_prefill_ms: Column
+    #: learned time per output token, whatever it depends on; NaN: none seen
+    tpot_seen_ms: Column
+    #: share of requests that may go there as to any other: below 1 for an instance that began a moment ago
+    warmth: Column
+    #: bit of the prefix index
+    number: Column
+    reachable: Column
+    breaker: Column
+
+    def __init__(self, fleet: Fleet, site: str, knobs: Knobs) -> None:
+        self.fleet, self.site, self.knobs = fleet, site, knobs
+        self.names: list[str] = []
+        self.row: dict[str, int] = {}
+        self.heards: list[Heard] = []
+        self.hashes: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._data: npt.NDArray[np.float64] = np.zeros((len(_COLUMNS), 0))
+        self._origins: dict[tuple[str, str, str], Codes] = {}
+        self._asks: dict[tuple[str, str, str], Ask] = {}
+        self._statics: list[object] = []
+        #: instances that time alone changes: their breaker is not simply closed, or they began a moment ago
+        self.watched: set[str] = set()
+        #: instances that changed since they were mirrored
+        self.dirty: set[str] = set()
+
+    def lay_out(self, names: Iterable[str]) -> None:
+        """Other instances than before: every row must be set anew."""
+        self.names = sorted(names)
+        self.row = {name: n for n, name in enumerate(self.names)}
+        self.heards = [None] * len(self.names)  # type: ignore[list-item]  # set before anything is read
+        self._data = np.zeros((len(_COLUMNS), len(self.names)))
+        for n, column in enumerate(_COLUMNS):
+            setattr(self, column, self._data[n])
+        digests = [blake2b(name.encode(), digest_size=8).digest() for name in self.names]
+        self.hashes = np.frombuffer(b"".join(digests), np.uint64)
+        self._origins, self._asks = {}, {}
+        self._statics = [None] * len(self.names)
+        self.watched, self.dirty = set(), set()
+
+    def set(
+        self, name: str, heard: Heard, load: Load, model: Model, rate: float | None, number: int, now_ms: float
+    ) -> None:
+        """Mirror one instance."""
+        row, report, knobs = self.row[name], heard.report, self.knobs
+        declared = self.fleet.sites[self.site].instances.get(name)
+        sequences_max = report.max_sequences
+        if sequences_max is None:
+            sequences_max = declared.max_sequences if declared is not None else knobs.unknown_kv_sequences
+        total = report.kv_tokens_total
+        if total is None and declared is not None and declared.kv_tokens > 0:
+            total = declared.kv_tokens
+        if total is None:
+            sequences_max = min(sequences_max, knobs.unknown_kv_sequences)
+        cap, blocked = np.inf, 0.0
+        if load.breaker.opened_ms is not None:
+            state = load.breaker.state(now_ms, knobs)
+            blocked = float(load.breaker.blocks(now_ms, knobs))
+            if state != "closed":
+                cap = 1.0 if state == "half_open" and not load.breaker.trial else 0.0
+        warmth = load.warmth(now_ms)
+        if load.breaker.opened_ms is not None or warmth < 1.0:
+            self.watched.add(name)
+        else:
+            self.watched.discard(name)
+        multiples = model.ttft.multiples
+        prior = model.ttft.prior
+        per_token = model.tpot.coefficients()
+        self._data[:, row] = (
+            heard.heard_ms,
+            load.sequences,
+            load.prefill_tokens,
+            load.done_max(report.token_budget),
+            load.pairs,
+            load.kv_tokens_expected,
+            load.decoding,
+            load.decoding_kv_tokens * load.kv_scale,
+            load.foreign_sequences,
+            load.foreign_kv_tokens,
+            report.token_budget,
+            sequences_max,
+            cap,
+            np.inf if total is None else total,
+            report.kv_tokens_total is not None,
+            np.inf if report.max_model_len is None else report.max_model_len,
+            int(load.lookahead(knobs) * report.token_budget),
+            load.anchor_ms,
+            np.nan if rate is None else rate,
+            *(p * m for p, m in zip(prior, multiples, strict=True)),
+            *per_token,
+            np.nan if load.tpot_ms is None else load.tpot_ms,
+            warmth,
+            number,
+            bool(report.endpoint_url),
+            blocked,
+        )
+        self.heards[row] = heard
+        static = (
+            report.ready, report.draining, report.zone, report.model, report.version, report.routable_from,
+            report.adapters, report.instance, report.site,
+        )  # fmt: skip
+        if static != self._statics[row]:
+            self._statics[row] = static
+            for origin, codes in self._origins.items():
+                codes[row] = self._code(row, self._asks[origin])
+
+    def eligible(self, ask: Ask, excluded: Sequence[str], now_ms: float) -> Codes:
+        """Why each is out, as `eligibility.instance_out` says it; a new array."""
+        origin = (ask.entry_zone, ask.adapter, ask.version)
+        known = self._origins.get(origin)
+        if known is None:
+            if len(self._origins) >= _ORIGINS_MAX:
+                self._origins, self._asks = {}, {}
+            known = np.array([self._code(row, ask) for row in range(len(self.names))], np.int8)
+            self._origins[origin], self._asks[origin] = known, ask
+        codes = known.copy()
+        stale = now_ms - self.heard_ms > FRESH_MS
+        if stale.any():
+            codes[stale & ((codes == 0) | (codes == CODE["draining"]) | (codes == CODE["not_ready"]))] = CODE["stale"]
+        for name in excluded:
+            row = self.row.get(name)
+            if row is not None and codes[row] == 0:
+                codes[row] = CODE["excluded"]
+        return codes
+
+    def _code(self, row: int, ask: Ask) -> int:
+        heard = self.heards[row]
+        return CODE[instance_out(self.fleet, heard, ask, heard.heard_ms)]
+
+    def sequences_left(self) -> Column:
+        """Sequences that each can take, its breaker's word included."""
+        left = self.sequences_max - self.sequences - self.foreign_sequences
+        return np.minimum(np.maximum(left, 0.0), self.sequences_cap)
+
+    def ties(self, request_id: str) -> Column:
+        """A number in [0, 1) per row, from names alone: replicas agree and no instance is first by its place."""
+        seed = np.frombuffer(blake2b(request_id.encode(), digest_size=8).digest(), np.uint64)[0]
+        mixed = (self.hashes ^ seed) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+        mixed *= _MIX
+        fractions: Column = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+        return fractions
+
+
+#: an odd 64-bit constant that spreads bits (splitmix64's)
+_MIX = np.uint64(0xBF58476D1CE4E5B9)

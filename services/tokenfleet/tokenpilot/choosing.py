@@ -1,0 +1,270 @@
+"""Who could serve a request, at what cost: the candidates of a decision, filtered and scored.
+
+Decides nothing that is said; asks the policies, instance by column, and gives what they found. In a large pool only
+the cheapest candidates are named, with room and without: whoever picks needs no others. Refuses to know offices and
+messages.
+"""
+
+import binascii
+from base64 import b64decode
+
+import numpy as np
+
+from tokenfleet import prefix
+from tokenfleet.eligibility import Heard
+from tokenfleet.tokenpilot import policy
+from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column
+from tokenfleet.tokenpilot.desk import INFINITY, Desk
+from tokenfleet.tokenpilot.policy import NO_ROOM, Asked, Candidate, Lack, Room, Situation
+from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
+from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, chain_of
+from tokenfleet.tokenpilot.state import Forecast, Load, Waiting, pairs
+from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested
+from tokenfleet_schemas.request import Ask
+
+#: pools up to this size are named in full in every decision
+_NAMED_MAX = 16
+_LACKS: tuple[Lack, ...] = ("", "sequences", "kv_tokens", "prefill_tokens")
+
+
+class Choosing(Desk):
+    """See the module."""
+
+    def _consider(
+        self, request: PlacementRequested, waiting: Waiting, now_ms: float, *, force: bool = False, only: str = ""
+    ) -> tuple[Situation, list[Candidate]]:
+        """The situation and its candidates in order of names; `only` is among them whatever it costs."""
+        ask = request.ask
+        board = self._board(ask.model, now_ms)
+        rtt_ms = self.fleet.rtt_ms(ask.entry, self.site) or 0.0
+        slack_ms = None if ask.ttft_ms is None else ask.ttft_ms - waiting.elapsed_ms(now_ms) - rtt_ms
+        situation = Situation(self.fleet, request, now_ms, self.knobs, slack_ms, force)
+        situation.decode_tokens = policy.expected_tokens(ask, self._expected_tokens(ask))
+        if not board.names:
+            return situation, []
+        margin = self.state.margins.get(ask.service_class)
+        situation.margin = margin.share if margin is not None else 0.0
+        situation.residual = self._residual(ask)
+        asked = self._asked(ask, board, situation.decode_tokens)
+        codes: Codes = np.zeros(len(board.names), np.int8)
+        for one in self.filters:
+            found = one(situation, board)
+            codes = np.where(codes == 0, found, codes)
+        ahead, soon = board.prefill_tokens, 0.0 * board.prefill_tokens
+        if self._reckons:
+            _, _, _, per_token_ms = policy.pace(board)
+            ahead = ahead - policy.progress(board, per_token_ms, now_ms)
+            soon = self.knobs.feedback_ms / per_token_ms
+        prefill_left = np.maximum(0.0, board.lookahead_tokens - ahead)
+        lacks = np.where((asked.prefill_tokens > prefill_left) & (ahead > soon), 3, 0)
+        lacks = np.where(asked.lacks_kv, 2, lacks)
+        lacks = np.where(asked.sequences_left < 1, 1, lacks)
+        situation.bound_tokens = self._bound_tokens(ask, board, waiting)
+        terms = situation.terms = self.scorer(situation, board, asked)
+        able = codes == 0
+        situation.board, situation.able_rows, situation.roomy_rows = board, able, able & (lacks == 0)
+        situation.able = int(able.sum())
+        ties = board.ties(ask.request_id)
+        rows = self._named(situation, terms, ties, only)
+        names = list(terms)
+        by_row = np.array([terms[term] for term in names])[:, rows].T.tolist()
+        some = zip(rows, by_row, ties[rows].tolist(), asked.hit_tokens[rows].tolist(), strict=True)
+        candidates: list[Candidate] = []
+        for row, values, tie, hit in some:
+            heard, name, rate = board.heards[row], board.names[row], board.rate.item(row)
+            work = policy.work_of(ask, int(hit), situation.decode_tokens, heard.report.kv_tokens_total)
+            load = self.state.load(name)
+            candidate = Candidate(name, heard, load, int(hit), work, None if rate != rate else rate, tie=tie)
+            if codes[row]:
+                candidate.out = REASONS[codes[row]]
+            else:
+                candidate.lacks = _LACKS[lacks[row]]
+                candidate.terms = dict(zip(names, values, strict=True))
+            candidates.append(candidate)
+        return situation, candidates
+
+    def _named(self, situation: Situation, terms: dict[str, Column], ties: Column, only: str) -> list[int]:
+        """Rows of the candidates to name: everybody in a small pool, else the cheapest with room and of all."""
+        board, able, roomy = situation.board, situation.able_rows, situation.roomy_rows
+        assert board is not None
+        count = len(board.names)
+        if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement == "round-robin":
+            return list(range(count))
+        preferred = policy.preferences(terms, ties)
+        half = max(1, self.knobs.shortlist // 2)
+        rows: set[int] = set()
+        for among in (roomy, able):
+            these = np.flatnonzero(among)
+            if these.size > half:
+                these = these[np.argpartition(preferred[these], half)[:half]]
+            rows.update(these.tolist())
+        if only in board.row:
+            rows.add(board.row[only])
+        return sorted(rows)
+
+    def _asked(self, ask: Ask, board: Board, decode_tokens: int) -> Asked:
+        chain = self._chain(ask)
+        if chain.size:
+            by_number = self.index.hit_column(chain, ask.prefix_stride)
+            hits = by_number[board.number.astype(np.intp)]
+        else:
+            hits = np.zeros(len(board.names))
+        prefill = np.maximum(1.0, ask.input_tokens - hits)
+        kv_tokens = np.minimum(float(ask.input_tokens + decode_tokens), board.kv_total)
+        kv_left = np.maximum(0.0, board.kv_total * (1.0 + self._kv_ahead) - board.kv_tokens - board.foreign_kv_tokens)
+        empty = board.sequences + board.foreign_sequences == 0
+        return Asked(hits, prefill, kv_tokens, board.sequences_left(), kv_left, (kv_tokens > kv_left) & ~empty)
+
+    def _chain(self, ask: Ask) -> Chain:
+        if not ask.prefix:
+            return EMPTY
+        if self._chain_of[0] == ask.prefix:
+            return self._chain_of[1]
+        try:
+            chain = chain_of(b64decode(ask.prefix, validate=True))
+        except (prefix.PrefixError, binascii.Error, ValueError):
+            chain = EMPTY  # a foreign publisher's garbage costs that request its affinity, nothing else
+        self._chain_of = ask.prefix, chain
+        return chain
+
+    def _expected_tokens(self, ask: Ask) -> float:
+        known = self.state.lengths.find(ask.tenant, ask.task, ask.model)
+        return known.mean_tokens if known is not None else float(self.knobs.prior_decode_tokens)
+
+    # ------------------------------------------------------------------------------------------ what columns mirror
+
+    @property
+    def picker(self) -> policy.Picker:
+        """The picker given, else the one that belongs to the scorer."""
+        return self._picker or policy.PICKERS.get(self.fleet.policy.placement, policy.worth_waiting)
+
+    @property
+    def scorer(self) -> policy.Scorer:
+        """The scorer given, else the one that the fleet file names; round robin asks for none and gets the simplest."""
+        return self._scorer or policy.SCORERS.get(self.fleet.policy.placement, policy.least_work)
+
+    def _board(self, model: str, now_ms: float) -> Board:
+        """The columns of a model's instances, up to date."""
+        instances = self.state.view.instances(self.site)
+        board = self._boards.get(model)
+        if board is None or board.fleet is not self.fleet:
+            board = self._boards[model] = Board(self.fleet, self.site, self.knobs)
+            self._lay_out(model, board, instances, now_ms)
+            return board
+        dirty = board.dirty | board.watched
+        board.dirty = set()
+        for name in dirty:
+            heard = instances.get(name)
+            here = heard is not None and heard.report.model == model
+            if here != (name in board.row):
+                self._lay_out(model, board, instances, now_ms)
+                break
+            if heard is not None and here:
+                self._mirror(board, name, heard, now_ms)
+        return board
+
+    def _lay_out(self, model: str, board: Board, instances: dict[str, Heard], now_ms: float) -> None:
+        mine = {name: heard for name, heard in instances.items() if heard.report.model == model}
+        board.lay_out(mine)
+        for name, heard in mine.items():
+            self._mirror(board, name, heard, now_ms)
+
+    def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
+        rate = policy.prefill_rate(self.fleet, self.site, heard)
+        board.set(name, heard, self.state.load(name), self._model(name, heard), rate, self.index.number(name), now_ms)
+
+    def _bound_tokens(self, ask: Ask, board: Board, waiting: Waiting) -> Column:
+        """Prefill that others have bound to each instance."""
+        column = np.zeros(len(board.names))
+        pool = self._pool(ask.model, ask.version)
+        if pool is not None and pool.bound_tokens:
+            for name, tokens in pool.bound_tokens.items():
+                row = board.row.get(name)
+                if row is not None:
+                    column[row] = tokens
+            held = waiting.held
+            if held is not None and held.bound and held.home_instance in board.row:
+                column[board.row[held.home_instance]] -= held.work.prefill_tokens
+        return column
+
+    def _forecast(self, assigned: PlacementAssigned, entry: str, now_ms: float) -> Forecast | None:
+        """What is predicted of an assignment, by whoever made it: every replica learns the same from its outcome."""
+        heard = self.state.view.instances(self.site).get(assigned.instance)
+        if heard is None:
+            return None
+        work, load = assigned.work, self.state.load(assigned.instance)
+        model = self._model(assigned.instance, heard)
+        budget = float(heard.report.token_budget)
+        decoding = float(load.decoding + load.foreign_sequences)
+        kv_read = load.decode_kv_tokens()
+        room = max(budget / 8.0, budget - decoding)
+        done = max(0.0, now_ms - load.anchor_ms) / self._per_token_ms(heard, load, model)
+        ahead = load.prefill_tokens - min(done, load.done_max(heard.report.token_budget))
+        ahead_pairs = load.pairs * ahead / max(1, load.prefill_tokens)
+        own = float(work.prefill_tokens)
+        features = ttft_features(ahead, ahead_pairs, own, float(pairs(work)), decoding, kv_read, budget)
+        physics_ms = model.ttft.predict(features)
+        at = bucket(ahead / room, decoding, float(heard.report.max_sequences or self.knobs.unknown_kv_sequences))
+        residual = self.state.residuals.get(model.key)
+        said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
+        rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
+        per_token = tpot_features(decoding, kv_read, ahead + own)
+        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms, model.ttft.coefficients()[0] + rtt_ms / 2)
+
+    @property
+    def _reckons(self) -> bool:
+        """Whether the pace is learned: then the queue is dead-reckoned between signs of life."""
+        return self.fleet.policy.placement == "predicted-latency"
+
+    @property
+    def _kv_ahead(self) -> float:
+        return self.knobs.kv_lookahead if self._reckons else 0.0
+
+    def _room(self, name: str, now_ms: float) -> Room:
+        """Room to offer; none where no request may go at all."""
+        if not self._usable(name, now_ms):
+            return NO_ROOM
+        heard, load = self.state.view.instances(self.site)[name], self.state.load(name)
+        done = soon = 0.0
+        if self._reckons:
+            per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
+            limit = load.done_max(heard.report.token_budget)
+            done = min(limit, max(0.0, now_ms - load.anchor_ms) / per_token_ms)
+            soon = self.knobs.feedback_ms / per_token_ms
+        return policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon, self._kv_ahead)
+
+    def _room_due_ms(self, name: str, tokens: int, now_ms: float) -> float:
+        """When prefill room for so many tokens is there if nobody says anything, our clock; infinity: who knows."""
+        heard, load = self.state.view.instances(self.site)[name], self.state.load(name)
+        if not self._reckons or not load.prefill_tokens:
+            return INFINITY
+        per_token_ms = self._per_token_ms(heard, load, self._model(name, heard))
+        limit = int(load.lookahead(self.knobs) * heard.report.token_budget) - tokens
+        over = load.prefill_tokens - max(limit, self.knobs.feedback_ms / per_token_ms)
+        if over > load.done_max(heard.report.token_budget):
+            return INFINITY  # a first token comes before that
+        due_ms = load.anchor_ms + over * per_token_ms
+        return due_ms if due_ms > now_ms else INFINITY
+
+    def _per_token_ms(self, heard: Heard, load: Load, model: Model) -> float:
+        """Time per token of the prefill booked there, steps and attention included, as the scorer reckons it."""
+        _, token_ms, pair_ms, step_ms, kv_ms = model.ttft.coefficients()
+        decoding, budget = load.decoding + load.foreign_sequences, heard.report.token_budget
+        room = max(budget / 8.0, budget - decoding)
+        attention_ms = pair_ms * load.pairs / max(1, load.prefill_tokens)
+        return token_ms + attention_ms + (step_ms + kv_ms * load.decode_kv_tokens() + token_ms * decoding) / room
+
+    def _residual(self, ask: Ask) -> Column | None:
+        found = self.state.residuals.get(f"{ask.model} {ask.version}")
+        return np.array(found.means) if found is not None and found.helps else None
+
+    def _model(self, instance: str, heard: Heard) -> Model:
+        """What was learned of the instance with its present model version."""
+        report = heard.report
+        key = f"{report.model} {report.version}"
+        known = self.state.models.get(instance)
+        if known is None or known.key != key:
+            rate = policy.prefill_rate(self.fleet, self.site, heard)
+            known = Model.of(key, rate, self.knobs.unknown_prefill_tokens_per_s)
+            self.state.models[instance] = known
+        return known
