@@ -15,7 +15,7 @@ unsigned or 32 bytes) and `vllm/v1/core/kv_cache_utils.py` (extra keys: adapter,
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -137,6 +137,58 @@ def _decode_event(raw: msgspec.Raw) -> KvEvent:
 def number(name: Hash) -> int:
     """One form for a block's hash: signed and unsigned 64 bits, or the last 8 of more bytes, mean the same."""
     return int.from_bytes(name[-8:], "big") if isinstance(name, bytes) else name & _MASK
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where one publisher of an engine is heard."""
+
+    endpoint: str
+    #: empty: nothing can be asked for again
+    replay_endpoint: str
+    topic: str
+
+
+class _Source(msgspec.Struct):
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    topic: str = ""
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+
+
+def sources(page: bytes, host: str) -> tuple[Source, ...]:
+    """The publishers that vLLM's `/kv_event_sources` names, one per rank; raises `KvEventError`.
+
+    An engine that binds all its interfaces does not say under which name it is reached: that is `host`.
+    """
+    try:
+        found = msgspec.json.decode(page, type=dict[str, _Source])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise KvEventError(f"/kv_event_sources: {error}") from None
+    return tuple(
+        Source(_reachable(one.endpoint, host), _reachable(one.replay_endpoint or "", host), one.topic)
+        for _, one in sorted(found.items())
+        if one.endpoint and one.enable_kv_cache_events and one.publisher == "zmq"
+    )
+
+
+def _reachable(endpoint: str, host: str) -> str:
+    name = f"[{host}]" if ":" in host else host
+    for anywhere in ("*", "0.0.0.0", "[::]"):
+        if endpoint.startswith(f"tcp://{anywhere}:"):
+            return f"tcp://{name}:{endpoint.rpartition(':')[2]}"
+    return endpoint
+
+
+def replayed_frames(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    """(sequence, payload) of one message of a replay, with or without its delimiter and topic; None at its end.
+
+    Raises `KvEventError` for what is neither.
+    """
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise KvEventError(f"no replayed message: {len(frames)} frames")
+    sequence = int.from_bytes(frames[-2], "big", signed=True)
+    return None if sequence < 0 else (sequence, frames[-1])
 
 
 class Keys:
@@ -514,16 +566,18 @@ class Feed:
 
         A `removed` may be among the lost, so what was known before is forgotten then, and what follows the loss taken.
         """
-        missing = [sequence for sequence in range(gap.first, gap.until) if sequence not in messages]
-        if missing and self.next is not None:
+        first = gap.until
+        while first > gap.first and first - 1 in messages:
+            first -= 1
+        whole = first <= gap.first
+        if not whole and self.next is not None:
             self.gaps_unrecovered += 1
             self.blocks.clear()
-        sequence = missing[-1] + 1 if missing else gap.first
-        while sequence in messages:
-            self._take(sequence, messages[sequence])
-            sequence += 1
-        self.next = sequence
-        return not missing
+        while first in messages:
+            self._take(first, messages[first])
+            first += 1
+        self.next = first
+        return whole
 
     def begin(self, started_unix_s: float | None) -> bool:
         """The engine has a new incarnation; True: what was known is forgotten, ask for everything from 0.
