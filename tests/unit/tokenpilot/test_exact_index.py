@@ -158,7 +158,7 @@ def test_hits_that_never_come_lower_trust_and_raise_an_alarm() -> None:
 
 
 def test_hits_that_nobody_foresaw_are_an_alarm_where_the_content_is_known() -> None:
-    """P13: on one path the overlap was always 0. An approximate index misses hits by its nature, an exact one cannot."""
+    """P13: on one path the overlap was always 0. An approximate index misses hits by nature, an exact one cannot."""
     exact, _ = index()
     assert [said(exact.compare("b1", 0, 4096)) for _ in range(100)] == [[]] * 100
     list(exact.changed(changed(1, instance="b2", snapshot=True, stored=[1]), 0))
