@@ -155,6 +155,8 @@ class ExactIndex:
         self.content: Content = Digests() if content is None else content
         self._places: dict[str, _Place] = {}
         self._trust: dict[str, _Trust] = {}
+        #: what a foreseen hit is worth, 0 … 1, on instances where that is less than 1
+        self.distrusted: dict[str, float] = {}
 
     # --- following ------------------------------------------------------------------------------------------
 
@@ -206,7 +208,13 @@ class ExactIndex:
         """The instance is gone."""
         self._places.pop(instance, None)
         self._trust.pop(instance, None)
+        self.distrusted.pop(instance, None)
         self.content.clear(instance)
+
+    def renew(self, now_ms: float) -> None:
+        """The reader was deaf for a while: what it knows is kept, but nothing is sure until a snapshot comes."""
+        for place in self._places.values():
+            place.exact, place.ask_ms, place.pause_ms = False, now_ms, ASK_MS
 
     def is_exact(self, instance: str, incarnation: str = "") -> bool:
         """Whether the instance's content is known exactly (of this incarnation, where one is named)."""
@@ -252,6 +260,10 @@ class ExactIndex:
             return
         trust = self._trust.setdefault(instance, _Trust())
         trust.compare(foreseen, reported, stride * CHUNK_TOKENS, exact=self.is_exact(instance))
+        if trust.value < 1.0:
+            self.distrusted[instance] = trust.value
+        else:
+            self.distrusted.pop(instance, None)
         if trust.error > ERROR_MAX and not trust.alarmed:
             trust.alarmed = True
             yield Note("hash_mismatch", {"instance": instance}, {"mean_error": f"{trust.error:.2f}"}, "warning")
@@ -261,12 +273,7 @@ class ExactIndex:
 
     def trust(self, instance: str) -> float:
         """0 … 1: what a foreseen hit there is worth."""
-        found = self._trust.get(instance)
-        return 1.0 if found is None else found.value
-
-    def distrusted(self) -> dict[str, float]:
-        """Those below 1."""
-        return {name: trust.value for name, trust in self._trust.items() if trust.value < 1.0}
+        return self.distrusted.get(instance, 1.0)
 
 
 def _numbers(digests: bytes) -> list[int]:

@@ -93,6 +93,19 @@ def test_a_reader_that_begins_asks_each_instance() -> None:
     assert list(quiet.reported("b1", "1.000", "m", 0)) == []
 
 
+def test_a_reader_that_was_deaf_asks_and_keeps_what_it_knew() -> None:
+    """Its connection broke; what was said meanwhile may have been removals, and an idle engine says nothing more."""
+    exact, content = index()
+    list(exact.changed(changed(1, snapshot=True, stored=[1]), 0))
+    list(exact.reported("b1", "1.000", "m", 0))
+    exact.renew(500)
+    assert not exact.is_exact("b1")
+    assert content.hit_tokens("b1", [1]) == 64
+    assert said(exact.reported("b1", "1.000", "m", 600)) == ["KvRequested"]
+    assert said(exact.changed(changed(4, snapshot=True), 700)) == ["kv_exact"]
+    assert content.count("b1") == 0
+
+
 @pytest.mark.parametrize("report_first", [True, False])
 def test_a_restarted_engine_has_no_old_blocks(report_first: bool) -> None:
     """S09: 5,000 blocks of the old process; whichever of report and snapshot comes first."""
@@ -149,7 +162,7 @@ def test_hits_that_never_come_lower_trust_and_raise_an_alarm() -> None:
     alarms = [n for n in range(200) if "hash_mismatch" in said(exact.compare("b1", 4096, 0))]
     assert alarms == [49]
     assert exact.trust("b1") < 0.02  # one stride of each is not counted
-    assert list(exact.distrusted()) == ["b1"]
+    assert list(exact.distrusted) == ["b1"]
     assert exact.trust("b2") == 1.0
     # repaired: the window forgets, the alarm ends
     said_then = [name for _ in range(300) for name in said(exact.compare("b1", 4096, 4096))]
