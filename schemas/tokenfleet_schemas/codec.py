@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tokenfleet_schemas.event import Event
-from tokenfleet_schemas.routes import ROUTES
+from tokenfleet_schemas.routes import BY_MESSAGE, ROUTES
 
 
 class ContractError(ValueError):
@@ -41,6 +41,11 @@ def decode(data: bytes) -> Event:
 def encode_packed(event: Event) -> bytes:
     """One event as msgpack, for the plain `kv` messages."""
     return _packed_encoder.encode(event)
+
+
+def encode_routed(event: Event) -> bytes:
+    """One event as its route carries it: msgpack where no stream captures it, else JSON."""
+    return encode(event) if BY_MESSAGE[type(event)].stream is not None else encode_packed(event)
 
 
 def decode_packed(data: bytes) -> Event:

@@ -13,7 +13,7 @@ from tokenfleet_schemas.admission import AdmissionDecided, AdmissionOwned, Admis
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.goodput import GoodputMeasured
-from tokenfleet_schemas.kv import KvChanged, KvSummarised
+from tokenfleet_schemas.kv import KvChanged, KvRequested, KvSummarised
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
 from tokenfleet_schemas.placement import (
@@ -138,6 +138,7 @@ ROUTES: tuple[Route, ...] = (
     _route(ReservationRevoked, "reservation", "fleetmind", "fleetmind slomax", durable=True),
     _route(GatewayLeased, "gateway", "gateway", "tokenpilot slomax fleetmind accountant", model=""),
     _route(KvChanged, "instance", "siteagent", "tokenpilot"),
+    _route(KvRequested, "instance", "tokenpilot", "siteagent"),
     _route(KvSummarised, "", "siteagent", "fleetmind"),
 )
 

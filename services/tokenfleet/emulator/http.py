@@ -183,6 +183,8 @@ class EngineApi:
             "/version": {"GET": self._guarded(self._version)},
             "/load": {"GET": self._guarded(self._load)},
             "/metrics": {"GET": self._guarded(self._metrics)},
+            "/kv_event_sources": {"GET": self._guarded(self._kv_event_sources)},
+            "/reset_prefix_cache": {"POST": self._guarded(self._reset_prefix_cache)},
         }
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -210,6 +212,16 @@ class EngineApi:
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=self._instance.metrics_page(), headers=_PLAIN)
+
+    async def _kv_event_sources(self, request: web.BaseRequest) -> web.StreamResponse:
+        publisher = self._instance.kv
+        if publisher is None:
+            return _detail(404, "Not Found")
+        return _answer(msgspec.json.encode({"0": publisher.source()}))
+
+    async def _reset_prefix_cache(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._instance.engine.clear_cache()
+        return _answer(b'{"success":true}')
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
         instance = self._instance

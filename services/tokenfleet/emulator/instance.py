@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tokenfleet.emulator import kv_events
 from tokenfleet.emulator.faults import Fault, Faults
 from tokenfleet.emulator.metrics import Meters, page
 from tokenfleet.emulator.settings import EmulatorSettings
@@ -110,6 +111,10 @@ class EmulatedInstance:
         self._frozen: bytes | None = None
         self._page: tuple[EngineStats, int, bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        #: publishes the engine's KV events; None: it was started without them
+        self.kv: kv_events.Publisher | None = None
+        if settings.kv_events and kv_events.AVAILABLE:
+            self.kv = kv_events.Publisher(name, declared.model, self.profile.block_tokens)
         self._begin()
 
     def _begin(self) -> None:
@@ -117,6 +122,9 @@ class EmulatedInstance:
         self.incarnation += 1
         self.started_unix_s = time.time()
         self.engine = Engine(self.profile, scheduling=self.settings.scheduling)
+        if self.kv is not None:
+            self.engine.journal = []
+            self.kv.restart()
         slow = self.faults.get("slow")
         self.engine.slowdown = slow.factor if slow else 1.0
         self.meters = Meters()
@@ -232,6 +240,10 @@ class EmulatedInstance:
                 meters.queue.observe(max(0.0, (seq.scheduled_ms - arrived_ms) / rate))
             else:
                 later += 1
+        journal = self.engine.journal
+        if journal and self.kv is not None:
+            self.kv.publish(journal)
+            journal.clear()
         if later:
             # Every running sequence gains one token a step: the step is the gap since its last one.
             meters.inter_token.observe((step.end_ms - step.start_ms) / rate, later)
@@ -289,6 +301,8 @@ class EmulatedInstance:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.kv is not None:
+            await self.kv.stop()
 
     # -- what others read ---------------------------------------------------------------------------------------
 

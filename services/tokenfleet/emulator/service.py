@@ -9,10 +9,12 @@ import contextlib
 import logging
 import signal
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from tokenfleet.emulator import kv_events
 from tokenfleet.emulator.http import Endpoint
 from tokenfleet.emulator.instance import EmulatedInstance
 from tokenfleet.emulator.settings import EmulatorSettings
@@ -55,6 +57,7 @@ class Emulator:
         if not self.instances:
             raise EmulatorError(f"no instance of {site or 'the fleet'} has a profile: nothing to emulate")
         self._endpoints: list[Endpoint] = []
+        self._sockets: Any = None
 
     async def start(self) -> dict[str, dict[str, str]]:
         """Listen. Returns {instance: {"url", "admin"}}."""
@@ -74,6 +77,9 @@ class Emulator:
                 )
                 self._endpoints.append(endpoint)
                 addresses[name] = await endpoint.start()
+                if instance.kv is not None:
+                    self._sockets = self._sockets or kv_events.context()
+                    instance.kv.start(self._sockets, self._settings.bind_host or host)
         except OSError as error:
             await self.stop()
             raise EmulatorError(f"{name}: cannot listen at {instance.declared.url}: {error}") from error
@@ -87,6 +93,9 @@ class Emulator:
         endpoints, self._endpoints = self._endpoints, []
         await asyncio.gather(*(endpoint.stop() for endpoint in endpoints))
         await asyncio.gather(*(instance.stop() for instance in self.instances.values()))
+        if self._sockets is not None:
+            self._sockets.term()
+            self._sockets = None
 
 
 async def run(

@@ -10,6 +10,8 @@ class EmulatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     #: 2.0 runs everything twice as fast
     time_scale: float = 1.0
+    #: publish KV events where pyzmq is installed
+    kv_events: bool = True
     #: interface to listen on instead of the host of an instance's URL (containers: 0.0.0.0)
     bind_host: str = ""
     #: version that `/version` states

@@ -112,6 +112,11 @@ class Sequence:
         self._held: list[Hashable] = []
 
     @property
+    def hashes(self) -> SequenceOf[Hashable]:
+        """Names of its leading full blocks, as far as they were given."""
+        return self._hashes
+
+    @property
     def computed_tokens(self) -> int:
         """Tokens whose KV the engine holds now; falls to 0 on preemption."""
         return self._computed
@@ -198,6 +203,9 @@ class Engine:
         self.profile = profile
         #: factor on the duration of every step planned from now on (a throttled or sick accelerator)
         self.slowdown = 1.0
+        #: what became of cached blocks, in order, for whoever sets a list here and empties it: (sequence, number of the
+        #: block in its `hashes`) offered for reuse, (None, name) thrown out, (None, None) all cleared at once
+        self.journal: list[tuple[Sequence | None, Any]] | None = None
         self.blocks_total = profile.kv_tokens // profile.block_tokens
         self._by_priority = scheduling == "priority"
         self._step: StepPlan | None = None
@@ -286,6 +294,8 @@ class Engine:
     def clear_cache(self) -> int:
         """Drop every unreferenced cached block; says how many."""
         dropped = len(self._idle)
+        if self.journal is not None and dropped:
+            self.journal += [(None, name) for name in self._idle] if self._shared else [(None, None)]
         self._idle.clear()
         self._free += dropped
         return dropped
@@ -645,9 +655,11 @@ class Engine:
         """Remove blocks from the pool, throwing out the least recently used cached ones for want of free ones."""
         free = self._free
         if need > free:
-            popitem = self._idle.popitem
+            popitem, journal = self._idle.popitem, self.journal
             for _ in range(need - free):
-                popitem(last=False)
+                name, _ = popitem(last=False)
+                if journal is not None:
+                    journal.append((None, name))
             self._free = 0
         else:
             self._free = free - need
@@ -658,11 +670,13 @@ class Engine:
         A block whose hash exists already (two sequences computed the same prefix at once) stays private: its memory is
         used twice, as in vLLM.
         """
-        shared, idle, held = self._shared, self._idle, seq._held
-        for name in seq._hashes[first:last]:
+        shared, idle, held, journal = self._shared, self._idle, seq._held, self.journal
+        for index, name in enumerate(seq._hashes[first:last], first):
             if name not in shared and name not in idle:
                 shared[name] = 1
                 held.append(name)
+                if journal is not None:
+                    journal.append((seq, index))
 
     def _release(self, seq: Sequence) -> None:
         """Give back all blocks; shared ones stay reusable, the tail first to be thrown out."""

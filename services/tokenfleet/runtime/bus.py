@@ -257,7 +257,7 @@ class Bus:
         """Publish plainly: its stream captures it, nobody waits. Raises `BusDown` when not connected."""
         if not self.connected:
             raise BusDown("not connected to NATS")
-        self.write(subject_of(event), codec.encode(event), event.id)
+        self.write(subject_of(event), codec.encode_routed(event), event.id)
 
     def write(self, subject: str, data: bytes, message_id: str, reply: str = "") -> None:
         """Write one message now, or, where the socket does not take it, as soon as it does; in order."""

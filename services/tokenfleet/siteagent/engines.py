@@ -88,6 +88,7 @@ _VLLM = (
     "vllm:gpu_prefix_cache_hits_total",
     "vllm:generation_tokens_total",
     "vllm:num_preemptions_total",
+    "vllm:request_success_total",
     "vllm:iteration_tokens_total_count",
     "vllm:engine_sleep_state",
 )
@@ -112,6 +113,7 @@ def _vllm(text: str) -> Metrics:
         prompt_tokens_total=computed,
         generation_tokens_total=page.total("vllm:generation_tokens_total"),
         preemptions_total=page.total("vllm:num_preemptions_total"),
+        finished_total=page.total("vllm:request_success_total"),
         started_unix_s=page.mean("process_start_time_seconds"),
         steps_total=page.total("vllm:iteration_tokens_total_count"),
         asleep=page.values("vllm:engine_sleep_state", sleep_state="awake") == [0.0],
@@ -141,6 +143,7 @@ _SGLANG = (
     "sglang:cached_tokens_total",
     "sglang:generation_tokens_total",
     "sglang:num_retracted_requests_total",
+    "sglang:num_requests_total",
 )
 
 
@@ -160,6 +163,7 @@ def _sglang(text: str) -> Metrics:
         prompt_tokens_total=computed,
         generation_tokens_total=page.total("sglang:generation_tokens_total") if generated is None else generated,
         preemptions_total=page.total("sglang:num_retracted_requests_total"),
+        finished_total=page.total("sglang:num_requests_total"),
         started_unix_s=page.mean("process_start_time_seconds"),
     )
 

@@ -20,7 +20,7 @@ from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.settings import SettingsError
-from tokenfleet.siteagent import engines
+from tokenfleet.siteagent import engines, kv_reader
 from tokenfleet.siteagent.core import SiteAgentCore
 from tokenfleet.siteagent.settings import Knobs
 from tokenfleet.siteagent.state import Identity, Metrics, ProbeTaken, Sample
@@ -41,7 +41,11 @@ async def body(service: Service) -> None:
     core = SiteAgentCore(service.fleet, site, began=secrets.token_hex(4))
     plans = Read(filter=subject_filter("plan", site=site), stream=stream_of("plan"), latest=True, since_s=None)
     runner = Runner(service, core, [plans])
-    agent = Agent(core, runner, os.environ, core.knobs)
+    kv: kv_reader.KvReaders | None = None
+    if kv_reader.AVAILABLE and service.settings.secret:
+        kv = kv_reader.KvReaders(service.bus, site, service.settings.secret, service.metrics)
+        await kv.listen()
+    agent = Agent(core, runner, os.environ, core.knobs, kv)
     service.on_reload(agent.follow)
     running = asyncio.ensure_future(runner.run())
     current = asyncio.ensure_future(runner.caught_up.wait())
@@ -60,8 +64,17 @@ async def body(service: Service) -> None:
 class Agent:
     """The polling and probing tasks, one per declared instance and one per other site."""
 
-    def __init__(self, core: SiteAgentCore, runner: "Feeds", environ: Mapping[str, str], knobs: Knobs) -> None:
+    def __init__(
+        self,
+        core: SiteAgentCore,
+        runner: "Feeds",
+        environ: Mapping[str, str],
+        knobs: Knobs,
+        kv: kv_reader.KvReaders | None = None,
+    ) -> None:
         self._core = core
+        #: None: KV events are not listened to (no pyzmq, or no secret to make digests with)
+        self._kv = kv
         self._runner = runner
         self._environ = environ
         self._knobs = knobs
@@ -74,15 +87,21 @@ class Agent:
     def follow(self, fleet: Fleet) -> None:
         """Poll what this fleet declares at the site, stop polling what it does not."""
         self._fleet = fleet
+        if self._kv is not None:
+            self._kv.follow(fleet)
         site = fleet.sites.get(self._core.site)
         declared = site.instances if site is not None else {}
         for name in [name for name, one in self._polled.items() if declared.get(name) != one]:
             del self._polled[name]
             self._cancel("poll", name)
+            if self._kv is not None:
+                self._cancel("kv", name)
         for name, one in declared.items():
             if name not in self._polled:
                 self._polled[name] = one
                 self._start("poll", name, partial(self._poll, name, one))
+                if self._kv is not None:
+                    self._start("kv", name, partial(self._listen, self._kv, name, one))
         others = {name for name, other in fleet.sites.items() if name != self._core.site and other.instances}
         for kind, name in list(self._tasks):
             if kind == "probe" and name not in others:
@@ -97,6 +116,8 @@ class Agent:
         for key in list(self._tasks):
             self._cancel(*key)
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._kv is not None:
+            self._kv.close()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -127,6 +148,10 @@ class Agent:
             # on a fixed grid, so that two runs poll alike; a slow engine skips beats instead of being hurried
             next_s = max(next_s + self._knobs.poll_ms / 1000, loop.time())
             await asyncio.sleep(next_s - loop.time())
+
+    async def _listen(self, kv: kv_reader.KvReaders, name: str, declared: Instance) -> None:
+        engine = Engine(self._http(), declared, self._credential(declared.credential), self._knobs)
+        await kv.read(name, declared, engine.kv_event_sources, lambda: self._core.records.get(name), self._knobs)
 
     async def _sample(self, name: str, engine: "Engine") -> Sample:
         (health, failure), metrics = await asyncio.gather(engine.health(), engine.metrics())
@@ -243,6 +268,13 @@ class Engine:
         said = "" if isinstance(version, BaseException) or version[0] != 200 else engines.version(version[1])
         self._identified_s = asyncio.get_running_loop().time()
         return Identity(served=served, engine_version=said)
+
+    async def kv_event_sources(self) -> tuple[int, bytes] | None:
+        """(status, page) where it says who publishes its KV events; None without an answer."""
+        try:
+            return await self._get("/kv_event_sources")
+        except _FAILURES:
+            return None
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         async with self._session.get(self._base + path, headers=self._headers, allow_redirects=False) as answer:

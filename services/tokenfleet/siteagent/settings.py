@@ -25,6 +25,21 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     slow_prefill_tokens_per_s: float = 2_000.0
     #: an engine that cannot say its exact version is believed to serve the declared one if it serves the model's name
     trust_declared_version: bool = True
+    #: changes of an instance's KV content are gathered for so long
+    kv_flush_ms: float = 100.0
+    #: blocks of one instance that are kept in the books; about 280 bytes each
+    kv_blocks_max: int = 131_072
+    #: an engine without KV events is asked again after this; a lost publisher sooner
+    kv_absent_ms: float = 60_000.0
+    kv_retry_ms: float = 2_000.0
+    #: how long a replay may stay silent
+    kv_replay_timeout_ms: float = 5_000.0
+    #: a publisher is silent that says nothing over so many ended requests, or so long a traffic, and so many tokens
+    kv_silent_requests: int = 50
+    kv_silent_ms: float = 60_000.0
+    kv_silent_tokens: int = 4_096
+    #: between two looks at an instance whose content does not change
+    kv_look_ms: float = 1_000.0
     #: between two probes of another site
     probe_ms: float = 10_000.0
     probe_timeout_ms: float = 3_000.0

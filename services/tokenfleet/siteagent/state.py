@@ -18,6 +18,8 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_total: int | None = None
     generation_tokens_total: int | None = None
     preemptions_total: int | None = None
+    #: requests that ended with an answer
+    finished_total: int | None = None
     #: when the engine's process began, as it says
     started_unix_s: float | None = None
     #: engine steps so far
