@@ -19,6 +19,7 @@ from tokenfleet import fleet as fleets
 from tokenfleet import prefix
 from tokenfleet.siteagent.kv_events import Blocks, Content, Feed, Keys
 from tokenfleet.tokenpilot.exact_index import Digests, ExactIndex
+from tokenfleet.tokenpilot.prefix_index import PrefixIndex
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.kv import KvChanged
 
@@ -78,10 +79,10 @@ def agent(block_tokens: int, prompt_tokens: int, seconds: float) -> dict[str, fl
 
 
 def pilot(instances: int, seconds: float, per_message: int = 128) -> dict[str, float]:
-    """Digests per second of one reader, bytes to content, and bytes per digest held."""
+    """Digests per second of one reader, from the bus's bytes to TokenPilot's index."""
     dice = random.Random(1)
     ring = [array("Q", (dice.getrandbits(64) for _ in range(per_message))).tobytes() for _ in range(512)]
-    exact = ExactIndex("b", replica="r", content=Digests())
+    exact = ExactIndex("b", replica="r", content=PrefixIndex(1_000_000))
     names = [f"b{n}" for n in range(instances)]
     for name in names:
         list(exact.changed(_change(name, 0, b"", b"", snapshot=True), 0))

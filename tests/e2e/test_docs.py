@@ -412,12 +412,12 @@ def _noted() -> set[str]:
     """Counters that appear when something happens for the first time."""
     names = set[str]()
     for service in NOTING:
-        tree = ast.parse((ROOT / "services" / "tokenfleet" / service / "core.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Note":
-                name = node.args[0]
-                assert isinstance(name, ast.Constant), f"{service}: line {node.lineno}: a note without a fixed name"
-                names.add(f"tokenfleet_{name.value!s}_total")
+        for path in (ROOT / "services" / "tokenfleet" / service).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Note":
+                    name = node.args[0]
+                    assert isinstance(name, ast.Constant), f"{path.name}:{node.lineno}: a note without a fixed name"
+                    names.add(f"tokenfleet_{name.value!s}_total")
     return names
 
 

@@ -15,12 +15,15 @@ from tests.simulation.harness import Engine, report
 from tests.unit.tokenpilot.driver import ask
 
 from tokenfleet import fleet as fleets
+from tokenfleet import prefix
 from tokenfleet.fleet import Fleet
 from tokenfleet.runtime.bus import Bus
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.settings import Settings
 from tokenfleet.runtime.tasks import cancel_and_wait
+from tokenfleet_schemas import codec
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.kv import KvChanged, KvRequested
 from tokenfleet_schemas.lease import GatewayLeased, OpenRequest
 from tokenfleet_schemas.outcome import OutcomeFinished, Times
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementOwned, PlacementRequested
@@ -231,6 +234,51 @@ async def test_a_process_places_holds_offers_and_survives_kill_9(
         for process in (first, second):
             if process is not None and process.process.poll() is None:
                 process.end(signal.SIGKILL)
+
+
+async def test_what_engines_hold_is_asked_for_followed_and_chosen_by(
+    around: Around, clean_nats_url: str, tmp_path: Path
+) -> None:
+    """A fresh process knows no prefix: it asks the agent, and the next request goes where its prefix lies."""
+    key = prefix.tenant_key("k", "acme")
+    # a new prompt per try: what TokenPilot sent somewhere itself proves nothing
+    chains = [prefix.digests(bytes([n]) * 4096, key) for n in range(50)]
+    wanted: list[KvRequested] = []
+
+    def answer(_subject: str, _reply: str, data: bytes, _status: dict[str, str] | None) -> None:
+        event = codec.decode_packed(data)
+        assert isinstance(event, KvRequested)
+        wanted.append(event)
+        if event.instance == "b-1":
+            around.bus.publish(
+                KvChanged(
+                    id=f"kv:b-1:{len(wanted)}",
+                    site="b",
+                    model="m",
+                    instance="b-1",
+                    incarnation=report(around.fleet, "b-1", Engine(10_000.0), 1, 0.0).incarnation,
+                    sequence=len(wanted),
+                    stored=b"".join(chains),
+                    snapshot=True,
+                )
+            )
+
+    await around.bus.nc.listen(subject_filter(KvRequested, site="b"), answer)
+    process = Process(clean_nats_url, tmp_path, "pilot-1")
+    try:
+        await around.until(PlacementOwned, owner="pilot-1")
+        async with asyncio.timeout(10):
+            for n, chain in enumerate(chains):
+                around.request(f"r{n}", input_tokens=4200, prefix=prefix.pack(chain)[0])
+                assigned = await around.until(PlacementAssigned, request_id=f"r{n}")
+                around.finish(assigned)
+                if assigned.prefix_hit_tokens:
+                    break
+                await asyncio.sleep(0.2)
+        assert (assigned.instance, assigned.prefix_hit_tokens) == ("b-1", 4096)
+        assert {event.instance for event in wanted} == {"b-0", "b-1"}
+    finally:
+        process.end(signal.SIGKILL)
 
 
 async def test_a_standby_takes_over_from_a_stopped_owner(around: Around, clean_nats_url: str, tmp_path: Path) -> None:

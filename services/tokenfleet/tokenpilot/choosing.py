@@ -107,6 +107,9 @@ class Choosing(Desk):
         if chain.size:
             by_number = self.index.hit_column(chain, ask.prefix_stride)
             hits = by_number[board.number.astype(np.intp)]
+            for name, trust in self.exact.distrusted.items():
+                if name in board.row:
+                    hits[board.row[name]] *= trust
         else:
             hits = np.zeros(len(board.names))
         prefill = np.maximum(1.0, ask.input_tokens - hits)

@@ -21,6 +21,7 @@ from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import State
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.kv import KvChanged
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
 from tokenfleet_schemas.placement import (
@@ -65,6 +66,7 @@ class TokenPilot(Folding):
             OutcomeStarted: self._started,
             OutcomeFinished: self._finished,
             GatewayLeased: self._leased,
+            KvChanged: self._kv_changed,
         }
 
     def handle(self, message: Event, now_ms: float) -> Iterator[Effect]:
@@ -126,6 +128,7 @@ class TokenPilot(Folding):
     def resumed(self, now_ms: float) -> Iterator[Effect]:
         """The listener was deaf until now: every silence counts from here."""
         self._start_anew(now_ms)
+        self.exact.renew(now_ms)
         yield from self._after(now_ms)
 
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
@@ -173,6 +176,8 @@ class TokenPilot(Folding):
             "breaker_open": {},
             "lookahead_budgets": {},
             "prediction_error": {},
+            "prefix_exact": {},
+            "prefix_trust": {},
         }
         for name, load in self.state.loads.items():
             here = (("instance", name),)
@@ -181,6 +186,8 @@ class TokenPilot(Folding):
             found["booked_kv_tokens"][here] = float(load.kv_tokens)
             found["booked_decoding"][here] = float(load.decoding)
             found["lookahead_budgets"][here] = load.lookahead(self.knobs)
+            found["prefix_exact"][here] = float(self.exact.is_exact(name))
+            found["prefix_trust"][here] = self.exact.trust(name)
             if name in self.state.models:
                 found["prediction_error"][here] = self.state.models[name].error
             found["breaker_open"][here] = float(load.breaker.opened_ms is not None)

@@ -13,6 +13,7 @@ from tokenfleet.fleet import Fleet
 from tokenfleet.offices import Offices
 from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.board import Board
+from tokenfleet.tokenpilot.exact_index import ExactIndex
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
@@ -74,6 +75,8 @@ class Desk:
         self._boards: dict[str, Board] = {}
         self.offices = Offices(replica)
         self.index = PrefixIndex(self.knobs.prefix_digests)
+        #: follows what engines say they hold into the index, where they say it
+        self.exact = ExactIndex(site, replica=replica, content=self.index)
         self.state = State(site)
         self._offers: dict[str, Offer] = {}
         #: instances whose room changed while this message was handled

@@ -11,6 +11,7 @@ from tokenfleet.tokenpilot.predictor import Margin, Residual
 from tokenfleet.tokenpilot.rooms import Rooms
 from tokenfleet.tokenpilot.state import Booking, Forecast, Waiting
 from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.kv import KvChanged
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
 from tokenfleet_schemas.placement import (
@@ -294,6 +295,7 @@ class Folding(Rooms):
         self._touch(message.instance)
         if message.outcome != "completed":
             return  # a cut answer teaches neither length nor pace
+        yield from self.exact.compare(message.instance, message.prefix_hit_tokens_predicted, message.cached_tokens)
         self.state.lengths.learn(message.tenant, message.task, message.model, message.output_tokens)
         tpot_ms = message.times.tpot_ms
         if tpot_ms is not None:
@@ -356,16 +358,25 @@ class Folding(Rooms):
                 load.breaker.reset()
                 load.foreign = []
                 load.cold_since_ms, load.first_tokens = now_ms, 0
-                self.index.clear(message.instance)
+                if not self.exact.is_exact(message.instance, message.incarnation):  # else its KV events came first
+                    self.index.clear(message.instance)
                 yield Note("incarnation_changed", {"instance": message.instance}, level="info")
             load.incarnation = message.incarnation
         load.sample(message)
-        self.index.limit(message.instance, message.kv_tokens_total)
+        yield from self.exact.reported(message.instance, message.incarnation, message.model, now_ms)
+        kv_tokens = message.kv_tokens_total
+        if kv_tokens is not None and self.exact.is_exact(message.instance):
+            kv_tokens *= 2  # the engine says what it drops: room for what was sent there and is not computed yet
+        self.index.limit(message.instance, kv_tokens)
         self._touch(message.instance)
         scope = self._scope(message.model, message.version)
         pool = self.state.pools.get(scope)
         if pool is not None and pool.blocked and self.offices.term(scope) and self._usable(message.instance, now_ms):
             yield from self._unblock(scope, pool, now_ms)
+
+    def _kv_changed(self, message: KvChanged, now_ms: float) -> Iterator[Effect]:
+        if message.site == self.site and self._is_ours(message.instance):
+            yield from self.exact.changed(message, now_ms)
 
     def _room_declined(self, message: RoomDeclined, now_ms: float) -> Iterator[Effect]:
         offer = self._offers.get(message.instance)
@@ -394,4 +405,5 @@ class Folding(Rooms):
             del self.state.loads[name]
             self.state.models.pop(name, None)
             self._offers.pop(name, None)
+            self.exact.forget(name)
             self.index.clear(name, gone=True)

@@ -10,7 +10,8 @@ A posting is an integer used as a bit set over instance numbers; equal ones are 
 a digest on one instance and 55 for each further instance, which stands for 64 tokens: four blocks of vLLM's usual 16.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +87,28 @@ class PrefixIndex:
             self._take(digest, bit)
         self._chunks[instance] = chunks
 
-    def store(self, instance: str, digests: Iterable[int]) -> None:
+    def store(self, instance: str, digests: Sequence[int]) -> None:
         """The engine says that it holds these; bounded as `add` is."""
-        for digest in digests:
-            self.add(instance, np.array([digest], np.uint64))
+        known = self._known.setdefault(instance, {})
+        limit = self._limits.get(instance, self.digests_max)
+        bit = 1 << self.number(instance)
+        chunks = self._chunks.get(instance, 0)
+        for digest in reversed(digests):  # a prompt's beginning is forgotten last here too
+            before = known.pop(digest, 0)
+            if not before:
+                self._put(digest, bit)
+            known[digest] = 1
+            chunks += 1 - before
+        if chunks > limit:
+            # A sixteenth at once: taking single ones from a dict's front gets slower with each.
+            spare = chunks - limit + limit // 16
+            for digest in list(islice(known, spare)):
+                if spare <= 0:
+                    break
+                count = known.pop(digest)
+                spare, chunks = spare - count, chunks - count
+                self._take(digest, bit)
+        self._chunks[instance] = chunks
 
     def remove(self, instance: str, digests: Iterable[int]) -> None:
         """The engine says that it has dropped these."""

@@ -3,12 +3,14 @@
 import sys
 
 from tokenfleet.fleet import Fleet
-from tokenfleet.runtime.runner import Read, run_core
+from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_main
 from tokenfleet.runtime.settings import SettingsError
 from tokenfleet.tokenpilot.core import TokenPilot
+from tokenfleet_schemas import codec
 from tokenfleet_schemas.capacity import CapacityReported
+from tokenfleet_schemas.kv import KvChanged
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished, OutcomeStarted
 from tokenfleet_schemas.room import RoomDeclined
@@ -63,7 +65,21 @@ async def body(service: Service) -> None:
     site = service.settings.site
     if site not in service.fleet.sites or not service.fleet.sites[site].instances:
         raise SiteError(f"TOKENFLEET_SITE={site!r}: no site with instances in {service.settings.fleet}")
-    await run_core(service, TokenPilot(service.fleet, site, replica=service.replica), reads(service))
+    core = TokenPilot(service.fleet, site, replica=service.replica)
+    core.exact.asks = True
+    runner = Runner(service, core, reads(service))
+
+    def take(_subject: str, _reply: str, data: bytes, _status: dict[str, str] | None) -> None:
+        """Plain messages are in no stream: what comes before the fold has caught up is asked for again."""
+        if not runner.caught_up.is_set():
+            return
+        try:
+            runner.feed(codec.decode_packed(data))
+        except codec.ContractError as error:
+            service.log.warning("not a message of KV content", extra={"error": str(error)})
+
+    await service.bus.nc.listen(subject_filter(KvChanged, site=site), take)
+    await runner.run()
 
 
 def main() -> int:
