@@ -26,8 +26,9 @@ class AccountantSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_wait_s: float = 0.5
     #: unacknowledged events that all replicas together hold at most
     ack_pending_max: int = 16_000
-    #: an event not acknowledged in this time is delivered again, s
-    ack_wait_s: float = 30.0
+    #: an event not acknowledged in this time is delivered again, s: as long as rows in a killed replica wait. Above
+    #: `statement_timeout_ms`; too early a repeat costs a lookup in the ledger, nothing else
+    ack_wait_s: float = 8.0
     #: pauses while Postgres does not take rows, s
     retry_min_s: float = 0.25
     retry_max_s: float = 5.0
