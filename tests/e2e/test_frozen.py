@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tests.e2e.running import Load, Running, eventually, patience
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 
 
 @asynccontextmanager

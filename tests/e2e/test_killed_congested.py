@@ -8,7 +8,7 @@ import time
 import pytest
 from tests.e2e.running import Answer, Load, Running, eventually
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 
 
 class Crowd:
