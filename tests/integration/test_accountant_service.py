@@ -423,7 +423,7 @@ async def test_a_dead_gateway_is_closed_in_ledger_and_goodput_by_one_voice(
         assert len({m.id for m in said}) == len(said)
         assert len(lost) == 1
         # the gateway was only cut off: its true outcome comes after all
-        await publish(client, outcome("lost"))
+        await publish(client, outcome("lost", received_unix_ms=ask.received_unix_ms))
 
         async def replaced() -> bool:
             return await rows.fetch("SELECT outcome FROM attempts WHERE request_id = 'lost'") == [("completed",)]
