@@ -8,7 +8,7 @@ TESTS ?= tests
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install up demo test soak lint format types contracts contract check test-compose bench deploy clean
+.PHONY: help install up demo test soak lint format types contracts contract check test-compose bench evidence deploy clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -62,6 +62,12 @@ contract: install ## write schemas/published anew from the messages' types
 
 bench: install ## overhead and capacity; see benchmarks/
 	$(BIN)/python -m benchmarks $(ARGS)
+
+evidence: install ## the evidence's quick subsets again: do all signs hold? (evidence-PART: a part whole)
+	$(BIN)/python -m benchmarks.evidence --check $(ARGS)
+
+evidence-%: install
+	$(BIN)/python -m benchmarks.evidence $* $(ARGS)
 
 check: lint types contracts test ## all that a change must pass
 
