@@ -1,6 +1,7 @@
 """The simulator's own promises: what holds at the end of any run, with faults and lost messages too."""
 
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from tokenfleet.simulator.arrivals import draw
 from tokenfleet.simulator.policies import choose
 from tokenfleet.simulator.scenario import Scenario, parse
 from tokenfleet.simulator.world import World
+from tokenfleet.tokenpilot.core import TokenPilot
 
 HEAD = """
 fleet = "reference"
@@ -178,3 +180,39 @@ def test_baselines_keep_the_same_promises(policy: str) -> None:
     run = world.run()
     world.check()
     assert Counter(record.outcome for record in run.records)["completed"] > 0.8 * len(run.records)
+
+
+def test_frozen_feedback_knows_nothing_that_came_later() -> None:
+    """What feedback is worth can only be said against the same run without it: until the moment nothing differs, and
+    after it nothing is learned, while everything else goes on."""
+    made = scenario(duration_s=20)
+    alive = World(made, choose("tokenfleet"), 1)
+    frozen = World(made, choose("tokenfleet@frozen=8"), 1)
+    before = [
+        [record.first_token_ms for record in world.run().records if (record.first_token_ms or 8000.0) < 8000.0]
+        for world in (alive, frozen)
+    ]
+    assert before[0] == before[1]
+    assert len(before[0]) > 20
+    frozen.check()
+    learned = [
+        sum(model.samples for site in "bcd" for model in pilot(world, site).state.models.values())
+        for world in (alive, frozen)
+    ]
+    assert 0 < learned[1] < learned[0]
+
+
+def pilot(world: World, site: str) -> TokenPilot:
+    core = world.bus.nodes[f"tokenpilot@{site}"].core
+    assert isinstance(core, TokenPilot)
+    return core
+
+
+def test_fixed_shares_are_those_of_the_whole_run() -> None:
+    """The best fixed setting is searched for: a share that feedback moves on is none."""
+    world = World(scenario(rate=25), choose("tokenfleet@shares=interactive:6,batch:2"), 1)
+    world.run()
+    assert world.fleet.classes["interactive"].share == 6.0
+    assert world.fleet.classes["chat"].share == scenario().fleet.classes["chat"].share
+    slomax: Any = world.bus.nodes["slomax"].core
+    assert all(pool.shares == {} for pool in slomax.state.pools.values())

@@ -1,13 +1,16 @@
 """Percentiles of any number of values in little memory, that can be merged and taken back. Pure.
 
-The buckets of DDSketch (Masson, Rim, Lee: "DDSketch: a fast and fully-mergeable quantile sketch with relative-error
-guarantees", VLDB 2019): value x falls into bucket ⌈log_γ x⌉, γ = (1 + α) ÷ (1 − α), and the bucket answers with a value
-that is at most α off. Kept as counts per bucket, because a sliding window must take away what left it, which the
-published implementations, made to be merged only, do not offer. No bucket is ever collapsed: from a microsecond to an
-hour there are about 2,200.
+The buckets are those of Datadog's `ddsketch` (Masson, Rim, Lee: "DDSketch: a fast and fully-mergeable quantile sketch
+with relative-error guarantees", VLDB 2019): value x falls into bucket ⌈log_γ x⌉, γ = (1 + α) ÷ (1 − α), and the bucket
+answers with a value that is at most α off. Counts per bucket are kept here and not in that library's stores (ADR 0014):
+a sliding window must take away what left it, which they, made to be merged only, do not offer, and their quantiles
+round a rank down where SQL's nearest rank rounds it up. No bucket is ever collapsed: from a microsecond to an hour
+there are about 2,200.
 """
 
 import math
+
+from ddsketch.mapping import LogarithmicMapping
 
 from tokenfleet_schemas.goodput import Percentiles
 
@@ -15,8 +18,9 @@ from tokenfleet_schemas.goodput import Percentiles
 RELATIVE_ERROR = 0.005
 #: what is smaller counts as zero
 SMALLEST = 0.001
-_GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
-_LOG_GAMMA = math.log(_GAMMA)
+#: shifts the buckets of values from `SMALLEST` on above zero
+_OFFSET = 1 - math.ceil(math.log(SMALLEST, LogarithmicMapping(RELATIVE_ERROR).gamma))
+_MAPPING = LogarithmicMapping(RELATIVE_ERROR, offset=_OFFSET)
 
 #: bucket → values in it; buckets of negative values are negative, zero is zero
 Sketch = dict[int, int]
@@ -27,7 +31,7 @@ def bucket_of(value: float) -> int:
     size = abs(value)
     if size < SMALLEST:
         return 0
-    bucket = math.ceil(math.log(size / SMALLEST) / _LOG_GAMMA) + 1
+    bucket: int = _MAPPING.key(size)
     return bucket if value > 0 else -bucket
 
 
@@ -35,22 +39,12 @@ def value_of(bucket: int) -> float:
     """What a bucket answers: at most `RELATIVE_ERROR` off every value in it."""
     if bucket == 0:
         return 0.0
-    size: float = SMALLEST * 2 * _GAMMA ** (abs(bucket) - 1) / (_GAMMA + 1)
+    size: float = _MAPPING.value(abs(bucket))
     return size if bucket > 0 else -size
 
 
-def add(sketch: Sketch, value: float, times: int = 1) -> None:
-    """Let a value in, or out again with −1."""
-    _change(sketch, bucket_of(value), times)
-
-
-def merge(sketch: Sketch, other: Sketch, sign: int = 1) -> None:
-    """Let all values of another in, or out again with sign −1."""
-    for bucket, times in other.items():
-        _change(sketch, bucket, sign * times)
-
-
-def _change(sketch: Sketch, bucket: int, times: int) -> None:
+def add(sketch: Sketch, bucket: int, times: int = 1) -> None:
+    """Let a value of this bucket in, or out again with −1."""
     left = sketch.get(bucket, 0) + times
     if left:
         sketch[bucket] = left
@@ -58,11 +52,17 @@ def _change(sketch: Sketch, bucket: int, times: int) -> None:
         del sketch[bucket]
 
 
+def merge(sketch: Sketch, other: Sketch, sign: int = 1) -> None:
+    """Let all values of another in, or out again with sign −1."""
+    for bucket, times in other.items():
+        add(sketch, bucket, sign * times)
+
+
 def absolute(sketch: Sketch) -> Sketch:
     """Of the values without their signs."""
     folded: Sketch = {}
     for bucket, times in sketch.items():
-        _change(folded, abs(bucket), times)
+        add(folded, abs(bucket), times)
     return folded
 
 

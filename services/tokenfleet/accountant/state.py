@@ -65,4 +65,4 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: of `Saved`
-LAYOUT = 2
+LAYOUT = 3

@@ -60,8 +60,8 @@ class Sums(msgspec.Struct, array_like=True):
     ttft_error: Sketch = {}
     tpot_error: Sketch = {}
 
-    def count(self, sample: Sample, sign: int = 1) -> None:
-        """Let an attempt in, or out again with sign −1."""
+    def count(self, sample: Sample, places: "Places", sign: int = 1) -> None:
+        """Let an attempt in, or out again with sign −1; `places` are its buckets in the sketches."""
         self.samples += sign
         counts = self.counts
         if sample.final:
@@ -75,14 +75,9 @@ class Sums(msgspec.Struct, array_like=True):
             self.compliant_tokens += sign * sample.output_tokens
         if sample.wasted_tokens:
             _tally(self.wasted, sample.wasted_cause, sign * sample.wasted_tokens)
-        if sample.ttft_ms is not None:
-            sketch.add(self.ttft, sample.ttft_ms, sign)
-        if sample.tpot_ms is not None:
-            sketch.add(self.tpot, sample.tpot_ms, sign)
-        if sample.ttft_error_ms is not None:
-            sketch.add(self.ttft_error, sample.ttft_error_ms, sign)
-        if sample.tpot_error_ms is not None:
-            sketch.add(self.tpot_error, sample.tpot_error_ms, sign)
+        for values, place in zip((self.ttft, self.tpot, self.ttft_error, self.tpot_error), places, strict=True):
+            if place is not None:
+                sketch.add(values, place, sign)
 
     def merge(self, other: "Sums", sign: int = 1) -> None:
         """Let all attempts of another in, or out again."""
@@ -97,6 +92,21 @@ class Sums(msgspec.Struct, array_like=True):
         sketch.merge(self.tpot, other.tpot, sign)
         sketch.merge(self.ttft_error, other.ttft_error, sign)
         sketch.merge(self.tpot_error, other.tpot_error, sign)
+
+
+#: a sample's buckets in the sketches of TTFT, TPOT and their prediction errors; null: it has no such value
+Places = tuple[int | None, int | None, int | None, int | None]
+
+
+def places_of(sample: Sample) -> Places:
+    """Worked out once for all sums that a sample goes into: a logarithm is what costs most of counting it."""
+    bucket_of = sketch.bucket_of
+    return (
+        None if sample.ttft_ms is None else bucket_of(sample.ttft_ms),
+        None if sample.tpot_ms is None else bucket_of(sample.tpot_ms),
+        None if sample.ttft_error_ms is None else bucket_of(sample.ttft_error_ms),
+        None if sample.tpot_error_ms is None else bucket_of(sample.tpot_error_ms),
+    )
 
 
 def _tally(tallies: dict[str, int], key: str, value: int) -> None:
@@ -352,11 +362,11 @@ class Windows:
             self._change(sample, bucket_ms, -1)
 
     def _change(self, sample: Sample, bucket_ms: int, sign: int) -> None:
-        group = self._group(sample.group)
-        group.buckets.setdefault(bucket_ms, Sums()).count(sample, sign)
+        group, places = self._group(sample.group), places_of(sample)
+        group.buckets.setdefault(bucket_ms, Sums()).count(sample, places, sign)
         for window in group.windows:
             if self.end_ms and window.note(bucket_ms):
-                window.sums.count(sample, sign)
+                window.sums.count(sample, places, sign)
 
     def reconfigure(self, windows_s: Sequence[int]) -> None:
         """Other lengths from now on; a longer one fills up as time goes by."""

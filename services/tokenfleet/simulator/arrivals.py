@@ -5,6 +5,7 @@ same arrivals to every policy. Where a trace's stamps come from a coarse clock, 
 inside its tick: replayed raw, such stamps send bursts that never happened. Stamps of a fine clock stay as they are.
 """
 
+import math
 import random
 from array import array
 from base64 import b64encode
@@ -83,7 +84,12 @@ def draw(scenario: Scenario, seed: int) -> list[Arrival]:
             planned = plan(_keep_apart(trace, number, shift), scenario.fleet, _choices(source))
         except ReplayError as error:
             raise ScenarioError(scenario.info.name, [f"{source.trace}: {error}"]) from None
-        found += [(one.at_s, number, one, source, trace.block_tokens) for one in planned]
+        until_s = source.until_s or math.inf
+        found += [
+            (one.at_s, number, one, source, trace.block_tokens)
+            for one in planned
+            if source.from_s <= one.at_s < until_s
+        ]
         shift += 1 + max((max(row.blocks) for row in trace.rows if row.blocks), default=-1)
     if scenario.info.duration_s:
         found = [one for one in found if one[0] < scenario.info.duration_s]
@@ -105,7 +111,10 @@ def draw(scenario: Scenario, seed: int) -> list[Arrival]:
 
 def _trace(scenario: Scenario, source: Source, given: Trace | None, seed: int) -> Trace:
     if given is None:
-        return workload.generate(seed=seed, duration_s=scenario.info.duration_s, rate_per_s=source.rate_per_s)
+        streams = tuple(one for one in workload.STREAMS if not source.tasks or one.task in source.tasks)
+        return workload.generate(
+            seed=seed, duration_s=scenario.info.duration_s, rate_per_s=source.rate_per_s, streams=streams
+        )
     if not given.tick_s:
         return given
     tick_s = given.tick_s / source.speed

@@ -9,6 +9,8 @@ from typing import Any
 
 #: where virtual time begins, ms since the epoch; cores expect real-looking times
 START_MS = 1_800_000_000_000.0
+#: and where a run's own times do, ms: by then offices are taken and every agent has reported
+ZERO_MS = START_MS + 2_000.0
 
 
 class Loop:

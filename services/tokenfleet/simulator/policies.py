@@ -5,6 +5,9 @@ default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A bas
 with `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions
 `fcfs`, `edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule; `static`
 is ours with the classes' shares as configured.
+
+After a name, `@frozen=SECONDS` stops all feedback at that time of the run (`frozen`), and `@shares=CLASS:SHARE,…` are
+classes' shares of every pool in place of the configured ones, fixed for the whole run.
 """
 
 from typing import Any
@@ -15,6 +18,8 @@ from tokenfleet.fleet import Fleet, Policy
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.simulator.baselines import ORDERS, RULES, SITE_RULES, pilot, stay
 from tokenfleet.simulator.errors import UnknownPolicyError
+from tokenfleet.simulator.frozen import FrozenPilot, FrozenSLOMax
+from tokenfleet.simulator.loop import ZERO_MS
 from tokenfleet.slomax.core import SLOMax
 from tokenfleet.tokenpilot.core import TokenPilot
 
@@ -39,6 +44,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     placement: str
     sites: str
     admission: str
+    #: when feedback stops, s of the run; None: never
+    frozen_s: float | None = None
+    #: class → its share in every pool instead of the configured one; empty: as configured, and moved by feedback
+    shares: dict[str, float] = {}
 
     def applied(self, fleet: Fleet) -> Fleet:
         """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
@@ -47,13 +56,24 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
             "placement": "round-robin" if self.placement in RULES else live,
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
             "admission": "none" if self.admission in ORDERS else self.admission.replace("static", "pools"),
-            "feedback": "off" if self.admission == "static" else fleet.policy.feedback,
+            "feedback": "off" if self.admission == "static" or self.shares else fleet.policy.feedback,
         }
-        return msgspec.structs.replace(fleet, policy=msgspec.convert(tables, type=Policy))
+        unknown = set(self.shares) - set(fleet.classes)
+        if unknown:
+            raise UnknownPolicyError(self.name, known())
+        classes = {
+            name: msgspec.structs.replace(cls, share=self.shares.get(name, cls.share))
+            for name, cls in fleet.classes.items()
+        }
+        return msgspec.structs.replace(fleet, policy=msgspec.convert(tables, type=Policy), classes=classes)
 
     def tokenpilot(self, fleet: Fleet, site: str, replica: str) -> TokenPilot:
         """The TokenPilot of a site under this policy."""
-        return pilot(self.placement, fleet, site, replica)
+        if self.frozen_s is None:
+            return pilot(self.placement, fleet, site, replica)
+        frozen = FrozenPilot(fleet, site, replica=replica)
+        frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
+        return frozen
 
     def fleetmind(self, fleet: Fleet, replica: str) -> FleetMind:
         """FleetMind under this policy; other systems' rules do not move what is held."""
@@ -65,7 +85,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def slomax(self, fleet: Fleet, replica: str) -> SLOMax:
         """SLOMax under this policy."""
         order = ORDERS.get(self.admission)
-        return SLOMax(fleet, replica=replica) if order is None else SLOMax(fleet, replica=replica, choose=order)
+        if self.frozen_s is None:
+            return SLOMax(fleet, replica=replica) if order is None else SLOMax(fleet, replica=replica, choose=order)
+        frozen = FrozenSLOMax(fleet, replica=replica)
+        frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
+        return frozen
 
 
 def known() -> list[str]:
@@ -75,7 +99,8 @@ def known() -> list[str]:
 
 def choose(name: str) -> Choice:
     """What a policy's name means. Raises `UnknownPolicyError`."""
-    parts = NAMED.get(name, name).split("/")
+    base, *options = name.split("@")
+    parts = NAMED.get(base, base).split("/")
     if len(parts) > 3:
         raise UnknownPolicyError(name, known())
     placement, sites, admission = (*parts, "", "")[:3]
@@ -86,4 +111,28 @@ def choose(name: str) -> Choice:
     )
     if not sound or sites not in SITES or admission not in ADMISSIONS:
         raise UnknownPolicyError(name, known())
-    return Choice(name=name, placement=placement, sites=sites, admission=admission)
+    frozen_s, shares = _options(name, options)
+    if (frozen_s is not None or shares) and (placement not in LIVE_PLACEMENTS or admission not in ("pools", "static")):
+        raise UnknownPolicyError(name, known())  # who has no feedback cannot be frozen
+    return Choice(name=name, placement=placement, sites=sites, admission=admission, frozen_s=frozen_s, shares=shares)
+
+
+def _options(name: str, options: list[str]) -> tuple[float | None, dict[str, float]]:
+    frozen_s: float | None = None
+    shares: dict[str, float] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        try:
+            if key == "frozen":
+                frozen_s = float(value)
+            elif key == "shares":
+                for one in value.split(","):
+                    cls, _, share = one.partition(":")
+                    shares[cls] = float(share)
+            else:
+                raise ValueError(key)
+        except ValueError:
+            raise UnknownPolicyError(name, known()) from None
+    if any(not share > 0.0 for share in shares.values()) or (frozen_s is not None and not frozen_s >= 0.0):
+        raise UnknownPolicyError(name, known())
+    return frozen_s, shares

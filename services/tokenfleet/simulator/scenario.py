@@ -20,6 +20,7 @@ from tokenfleet.replay.errors import ReplayError
 from tokenfleet.replay.plan import parse_steps
 from tokenfleet.replay.traces import Trace
 from tokenfleet.replay.traces import read as read_trace
+from tokenfleet.replay.workload import STREAMS
 from tokenfleet.simulator.errors import ScenarioError
 
 #: scenarios that are part of the package
@@ -57,6 +58,11 @@ class Source(Table, frozen=True, kw_only=True):
     limit: int | None = None
     #: requests per second of `builtin`
     rate_per_s: float = 0.0
+    #: only these tasks of `builtin`; empty: all of them
+    tasks: tuple[str, ...] = ()
+    #: requests before and after these times of the run are left out; 0 for `until_s`: to the end
+    from_s: float = 0.0
+    until_s: float = 0.0
     #: model, class and tenant of every request; empty: as the trace and the fleet say
     model: str = ""
     model_map: dict[str, str] = {}
@@ -194,7 +200,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         sources = tuple(
             msgspec.structs.replace(one, rate_per_s=one.rate_per_s * factor)
             if trace is None
-            else msgspec.structs.replace(one, speed=one.speed * factor)
+            else msgspec.structs.replace(
+                one, speed=one.speed * factor, from_s=one.from_s / factor, until_s=one.until_s / factor
+            )
             for one, trace in zip(self.sources, self.traces, strict=True)
         )
         traces = tuple(
@@ -333,6 +341,9 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
         at = f"workload {number}"
         expect(one.speed > 0, f"{at}: speed must be positive")
         expect(one.limit is None or one.limit > 0, f"{at}: limit must be positive")
+        expect(one.from_s >= 0 and (not one.until_s or one.until_s > one.from_s), f"{at}: from_s before until_s")
+        unknown = set(one.tasks) - ({stream.task for stream in STREAMS} if one.trace == "builtin" else set())
+        expect(not unknown, f"{at}: no tasks {', '.join(sorted(unknown))} in {one.trace}")
         expect(not one.entry or one.entry in entries, f"{at}: {one.entry!r} is no entry site")
         if one.trace == "builtin":
             expect(one.rate_per_s > 0, f"{at}: builtin needs rate_per_s")

@@ -22,15 +22,13 @@ from tokenfleet.simulator.bus import Bus, Node
 from tokenfleet.simulator.errors import InvariantError
 from tokenfleet.simulator.faults import plan_faults
 from tokenfleet.simulator.instances import SimulatedInstance, Work
-from tokenfleet.simulator.loop import START_MS, Loop
+from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
 from tokenfleet.simulator.policies import Choice
 from tokenfleet.simulator.scenario import Scenario
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import Ask
 
-#: virtual time before the first arrival: offices are taken and every agent has reported
-READY_MS = 2_000.0
 #: virtual time after the last outcome, for the last messages to arrive
 SETTLE_MS = 2_500.0
 #: how often a run looks whether it is over, and tells its progress
@@ -315,7 +313,7 @@ class World:
         self.scenario, self.choice, self.seed = scenario, choice, seed
         self.fleet: Fleet = choice.applied(scenario.fleet)
         self.loop = Loop()
-        self.zero_ms = START_MS + READY_MS
+        self.zero_ms = ZERO_MS
         self.bus = Bus(self.loop, self.fleet, scenario.bus, scenario.hub, seed=seed)
         self.arrivals = draw(scenario, seed) if arrivals is None else arrivals
         self.records = [self._record(arrival) for arrival in self.arrivals]

@@ -261,7 +261,9 @@ class Folding(Rooms):
                 pool.drop(request_id)
         state.settle(request_id, message.gateway)
         if not known and message.instance and self._is_ours(message.instance):
-            yield from self._learn(message, judged, booked_ms, now_ms)
+            yield from self._judge(message, booked_ms, now_ms)
+            if message.outcome == "completed":  # a cut answer teaches neither length nor pace
+                yield from self._learn(message, judged, now_ms)
 
     def _first_token(self, booking: Booking, message: OutcomeStarted, now_ms: float) -> None:
         """Its prefill is done: what the engine has computed beyond it is credited to those that follow."""
@@ -286,15 +288,16 @@ class Folding(Rooms):
             load.feed(starved=dry, knobs=self.knobs)
         self._touch(booking.instance)
 
-    def _learn(
-        self, message: OutcomeFinished, booking: Booking | None, booked_ms: float, now_ms: float
-    ) -> Iterator[Effect]:
+    def _judge(self, message: OutcomeFinished, booked_ms: float, now_ms: float) -> Iterator[Effect]:
+        """Whether the instance may be used further."""
         load = self.state.load(message.instance)
         if load.breaker.judge(message.outcome, booked_ms, now_ms, self.knobs):
             yield Note("breaker_opened", {"instance": message.instance}, {"outcome": message.outcome}, level="warning")
         self._touch(message.instance)
-        if message.outcome != "completed":
-            return  # a cut answer teaches neither length nor pace
+
+    def _learn(self, message: OutcomeFinished, booking: Booking | None, now_ms: float) -> Iterator[Effect]:
+        """The feedback of one whole answer: prefix trust, lengths, pace, predictions."""
+        load = self.state.load(message.instance)
         yield from self.exact.compare(message.instance, message.prefix_hit_tokens_predicted, message.cached_tokens)
         self.state.lengths.learn(message.tenant, message.task, message.model, message.output_tokens)
         tpot_ms = message.times.tpot_ms

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from ddsketch import DDSketch
+from ddsketch.mapping import LogarithmicMapping
 
 from tokenfleet.accountant import sketch
 from tokenfleet.accountant.policy import GROUP_OF
@@ -254,7 +256,7 @@ def test_the_sketch_keeps_its_promise(seed: int) -> None:
         ]
         mine: sketch.Sketch = {}
         for value in part:
-            sketch.add(mine, value)
+            sketch.add(mine, sketch.bucket_of(value))
         sketch.merge(whole, mine)
         if rng.random() < 0.3:
             sketch.merge(whole, mine, -1)
@@ -266,7 +268,7 @@ def test_the_sketch_keeps_its_promise(seed: int) -> None:
         assert close(sketch.quantile(whole, percent / 100), exact), percent
     assert sum(whole.values()) == len(values)
     for value in values:
-        sketch.add(whole, value, -1)
+        sketch.add(whole, sketch.bucket_of(value), -1)
     assert (whole, sketch.quantile(whole, 0.5)) == ({}, None)
 
 
@@ -281,3 +283,24 @@ def test_a_reconfigured_length_counts_what_is_known() -> None:
         (4, 2),
         (10, 2),
     ]
+
+
+def test_the_buckets_are_those_of_the_published_sketch() -> None:
+    """Whoever merges our counts with a DDSketch of Datadog's must not be off by a bucket: same places, same answers."""
+    rng = random.Random(3)
+    values = [rng.lognormvariate(4, 2) for _ in range(2000)]
+    theirs, mapping = DDSketch(RELATIVE_ERROR), LogarithmicMapping(RELATIVE_ERROR)
+    ours: sketch.Sketch = {}
+    for value in values:
+        theirs.add(value)
+        sketch.add(ours, sketch.bucket_of(value))
+    for value in values:
+        theirs_says = mapping.value(mapping.key(value))
+        assert sketch.value_of(sketch.bucket_of(value)) == pytest.approx(theirs_says, rel=1e-9)
+    for percent in (1, 50, 90, 99):
+        found = sketch.quantile(ours, percent / 100)
+        # their rank is rounded down: at most one value beside ours
+        neighbours = sorted(values)[max(0, percent * 20 - 2) : percent * 20 + 1]
+        assert found is not None
+        assert any(close(found, one) for one in neighbours)
+        assert any(close(theirs.get_quantile_value(percent / 100), one) for one in neighbours)

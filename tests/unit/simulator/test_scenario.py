@@ -1,10 +1,12 @@
 """Scenario files: what is refused, and that a refusal names everything that is wrong."""
 
 import gzip
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tokenfleet.simulator.arrivals import draw
 from tokenfleet.simulator.errors import ScenarioError, UnknownPolicyError
 from tokenfleet.simulator.policies import choose
 from tokenfleet.simulator.scenario import load, packaged, parse
@@ -105,3 +107,30 @@ def test_unknown_policies_are_refused_by_name() -> None:
     for wrong in ("tokenfeet", "least-work/nowhere", "a/b/c/d"):
         with pytest.raises(UnknownPolicyError, match="known"):
             choose(wrong)
+
+
+def test_a_policys_options() -> None:
+    """A mistyped option that is ignored compares a policy with itself."""
+    chosen = choose("predicted-latency//pools@frozen=60@shares=chat:3,batch:1.5")
+    assert (chosen.frozen_s, chosen.shares, chosen.admission) == (60.0, {"chat": 3.0, "batch": 1.5}, "pools")
+    for wrong in (
+        "tokenfleet@frozen", "tokenfleet@frozen=soon", "tokenfleet@shares=chat:0", "tokenfleet@warm=1",
+        "llm-d@frozen=60", "predicted-latency//fcfs@shares=chat:1",
+    ):  # fmt: skip
+        with pytest.raises(UnknownPolicyError):
+            choose(wrong)
+    with pytest.raises(UnknownPolicyError):
+        choose("tokenfleet@shares=nobody:1").applied(parse(HEAD.encode()).fleet)
+
+
+def test_a_part_of_the_workload_may_begin_later() -> None:
+    """A shift of the workload: only batch work joins, at half-time."""
+    late = HEAD + '[[workload]]\ntrace = "builtin"\nrate_per_s = 5\ntasks = ["labels"]\nfrom_s = 5\nuntil_s = 9\n'
+    joined = Counter(one.task for one in draw(parse(late.encode()), 1)) - Counter(
+        one.task for one in draw(parse(HEAD.encode()), 1)
+    )
+    assert set(joined) == {"labels"}
+    with pytest.raises(ScenarioError, match="no tasks labours"):
+        parse(late.replace("labels", "labours").encode())
+    with pytest.raises(ScenarioError, match="from_s"):
+        parse(late.replace("until_s = 9", "until_s = 4").encode())
