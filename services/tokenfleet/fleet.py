@@ -47,8 +47,8 @@ class Policy(Table, frozen=True, kw_only=True):
 
     #: TokenPilot. `predicted-latency` prices what was learned of each instance, and the delay inflicted on others;
     #: `least-work` compares booked prefill over declared rates; both hold requests beyond the look-ahead;
-    #: `round-robin` assigns at once, in turn
-    placement: Literal["predicted-latency", "least-work", "round-robin"] = "predicted-latency"
+    #: `round-robin` assigns at once, in turn, and `least-requests` at once, where the fewest requests are open
+    placement: Literal["predicted-latency", "least-work", "round-robin", "least-requests"] = "predicted-latency"
     #: FleetMind. `home-first` diverts above the load ceiling; `round-robin` takes allowed sites in turn
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid

@@ -188,7 +188,7 @@ class ImmediatePilot(TokenPilot):
         super().__init__(fleet, site, replica=replica)
         self.rule = rule
 
-    def _in_turn(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
+    def _at_once(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
         situation, candidates = self._consider(waiting.request, waiting, now_ms, force=True)
         chosen = best(self.rule, situation, [c for c in candidates if not c.out])
         if chosen is not None:
@@ -226,7 +226,7 @@ def pilot(placement: str, fleet: Fleet, site: str, replica: str) -> TokenPilot:
     """The TokenPilot of a site under a placement's name: the live rule, a baseline, or one with our queue."""
     name, _, queue = placement.partition("+")
     rule = RULES.get(name)
-    if rule is None:
+    if rule is None or (not queue and name == fleet.policy.placement):
         return TokenPilot(fleet, site, replica=replica)
     if queue:
         picker = HoldForBest(rule) if queue == "hold" else WithRoom(rule)

@@ -4,11 +4,12 @@ Decides when a step ends and who hears of a token. Only first and last tokens ar
 engine's affair, and equal decode steps are one run (`Engine.next_run`). Refuses to know requests, policies and HTTP.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
-from tokenfleet.engine_model import Engine, Phase, Profile, Sequence, SequenceTooLongError, StepPlan, profile
+from tokenfleet.engine_model import Engine, Phase, Profile, Sequence, SequenceTooLongError, StepPlan
 from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.simulator.errors import InvariantError
 from tokenfleet.simulator.loop import Loop
@@ -59,11 +60,20 @@ def perturbed(base: Profile, spec: EngineSpec) -> Profile:
 class SimulatedInstance:
     """One engine replica and its declared facts."""
 
-    def __init__(self, loop: Loop, fleet: Fleet, site: str, name: str, declared: Instance, spec: EngineSpec) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        fleet: Fleet,
+        site: str,
+        name: str,
+        declared: Instance,
+        spec: EngineSpec,
+        profiles: Mapping[str, Profile],
+    ) -> None:
         self.name, self.site, self.declared = name, site, declared
         self.zone = fleet.sites[site].zone
         self.max_model_len = fleet.models[declared.model].max_model_len
-        base = profile(declared.profile).limited(
+        base = profiles[declared.profile].limited(
             token_budget=declared.token_budget,
             max_sequences=declared.max_sequences,
             kv_tokens=declared.kv_tokens,

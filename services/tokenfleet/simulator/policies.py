@@ -26,7 +26,7 @@ from tokenfleet.tokenpilot.core import TokenPilot
 SITES = ("home-first", "round-robin", *SITE_RULES)
 ADMISSIONS = ("pools", "static", "none", *ORDERS)
 #: placement rules of the live TokenPilot
-LIVE_PLACEMENTS = ("predicted-latency", "least-work", "round-robin")
+LIVE_PLACEMENTS = ("predicted-latency", "least-work", "round-robin", "least-requests")
 
 #: names for whole combinations; a baseline alone admits everybody and asks the home site
 NAMED: dict[str, str] = {
@@ -51,9 +51,9 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def applied(self, fleet: Fleet) -> Fleet:
         """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
-        live = self.placement if self.placement in LIVE_PLACEMENTS else "least-work"
+        others = "round-robin" if self.placement in RULES else "least-work"
         tables: dict[str, Any] = {
-            "placement": "round-robin" if self.placement in RULES else live,
+            "placement": self.placement if self.placement in LIVE_PLACEMENTS else others,
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
             "admission": "none" if self.admission in ORDERS else self.admission.replace("static", "pools"),
             "feedback": "off" if self.admission == "static" or self.shares else fleet.policy.feedback,
@@ -106,9 +106,7 @@ def choose(name: str) -> Choice:
     placement, sites, admission = (*parts, "", "")[:3]
     placement, sites, admission = placement or "predicted-latency", sites or "home-first", admission or "pools"
     rule, plus, queue = placement.partition("+")
-    sound = (
-        rule in RULES and queue in (("queue", "hold") if plus else ("",)) if rule not in LIVE_PLACEMENTS else not plus
-    )
+    sound = rule in RULES and queue in ("queue", "hold") if plus else rule in RULES or rule in LIVE_PLACEMENTS
     if not sound or sites not in SITES or admission not in ADMISSIONS:
         raise UnknownPolicyError(name, known())
     frozen_s, shares = _options(name, options)

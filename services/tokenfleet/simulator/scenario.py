@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenfleet import fleet as fleets
-from tokenfleet.engine_model import PROFILES
+from tokenfleet.engine_model import PROFILES, Profile
 from tokenfleet.fleet import Fleet
 from tokenfleet.replay.errors import ReplayError
 from tokenfleet.replay.plan import parse_steps
@@ -93,6 +93,21 @@ class PoolSpec(Table, frozen=True, kw_only=True):
     gpus: int = 1
 
 
+class ProfileSpec(Table, frozen=True, kw_only=True):
+    """`[profiles.NAME]`: an engine of your own, as `python -m benchmarks.fidelity fit` prints it."""
+
+    t_fix_ms: float
+    t_w_ms: float
+    c_us_per_token: float
+    a_ns_per_pair: float
+    k_ns_per_kv_token: float
+    per_sequence_us: float
+    api_delay_ms: float
+    kv_tokens: int
+    token_budget: int = 2048
+    max_sequences: int = 256
+
+
 class BusSpec(Table, frozen=True, kw_only=True):
     """`[bus]`: how messages travel."""
 
@@ -168,6 +183,7 @@ class _File(Table, frozen=True, kw_only=True):
     scenario: Info
     fleet: str | dict[str, Any] = "reference"
     pools: tuple[PoolSpec, ...] = ()
+    profiles: dict[str, ProfileSpec] = {}
     workload: tuple[Source, ...]
     bus: BusSpec = BusSpec()
     agents: AgentSpec = AgentSpec()
@@ -189,6 +205,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     engines: EngineSpec = EngineSpec()
     gateways: GatewaySpec = GatewaySpec()
     faults: tuple[Fault, ...] = ()
+    #: the scenario's own, beside the built-in ones
+    profiles: dict[str, Profile] = {}
 
     @property
     def hub(self) -> str:
@@ -279,6 +297,7 @@ def parse(
         engines=raw.engines,
         gateways=raw.gateways,
         faults=raw.faults,
+        profiles={name: _profile(name, one) for name, one in raw.profiles.items()},
     )
     return made if speed is None else made.faster(speed)
 
@@ -307,6 +326,10 @@ def _fleet(raw: _File, source: str, base: Path | None) -> Fleet:
         for number in range(pool.count):
             instances[f"{name}-{number}"] = _instance(pool, number)
     return fleets.build(tables, source=source)
+
+
+def _profile(name: str, spec: ProfileSpec) -> Profile:
+    return Profile(name=name, **msgspec.structs.asdict(spec))
 
 
 def _instance(pool: PoolSpec, number: int) -> Mapping[str, Any]:
@@ -358,9 +381,15 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
                 parse_steps(one.class_rule)
             except ReplayError as error:
                 found.append(f"{at}: {error}")
+    for name, spec in raw.profiles.items():
+        expect(name not in PROFILES, f"profiles.{name}: there is a built-in profile of that name")
+        fields = msgspec.structs.asdict(spec)
+        low = [field for field, value in fields.items() if value < 0 or (isinstance(value, int) and not value)]
+        expect(not low, f"profiles.{name}: {', '.join(low)} must be positive")
     for name, site in fleet.sites.items():
         for instance, declared in site.instances.items():
-            expect(declared.profile in PROFILES, f"sites.{name}.instances.{instance}: no profile {declared.profile!r}")
+            known = declared.profile in PROFILES or declared.profile in raw.profiles
+            expect(known, f"sites.{name}.instances.{instance}: no profile {declared.profile!r}")
     expect(any(site.instances for site in fleet.sites.values()), "fleet: nothing could serve anything")
     expect(raw.bus.hop_ms >= 0, "bus.hop_ms must not be negative")
     expect(0 <= raw.bus.loss < 1 and 0 <= raw.bus.duplicates <= 1, "bus: shares are from 0 to 1")

@@ -12,7 +12,7 @@ import msgspec
 
 from tokenfleet.accountant.core import Accountant
 from tokenfleet.effects import Effect, Publish
-from tokenfleet.engine_model import Sequence
+from tokenfleet.engine_model import PROFILES, Sequence
 from tokenfleet.fleet import Fleet
 from tokenfleet.gateway.core import Gateway
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
@@ -323,8 +323,9 @@ class World:
         self._on_progress = on_progress
         #: called every virtual second, for tests
         self._probe = probe
+        profiles = {**PROFILES, **scenario.profiles}
         self.instances = {
-            name: SimulatedInstance(self.loop, self.fleet, site, name, declared, scenario.engines)
+            name: SimulatedInstance(self.loop, self.fleet, site, name, declared, scenario.engines, profiles)
             for site, one in self.fleet.sites.items()
             for name, declared in one.instances.items()
         }

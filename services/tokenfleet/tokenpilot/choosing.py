@@ -88,7 +88,7 @@ class Choosing(Desk):
         board, able, roomy = situation.board, situation.able_rows, situation.roomy_rows
         assert board is not None
         count = len(board.names)
-        if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement == "round-robin":
+        if count <= _NAMED_MAX or self._everybody or self.fleet.policy.placement in policy.AT_ONCE:
             return list(range(count))
         preferred = policy.preferences(terms, ties)
         half = max(1, self.knobs.shortlist // 2)

@@ -30,8 +30,8 @@ class Deciding(Choosing):
     def _answer(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
         """Decide for a newcomer: while anything is held, the room is not for newcomers."""
         request = waiting.request
-        if self.fleet.policy.placement == "round-robin":
-            yield from self._in_turn(scope, pool, waiting, now_ms)
+        if self.fleet.policy.placement in policy.AT_ONCE:
+            yield from self._at_once(scope, pool, waiting, now_ms)
             return
         situation, candidates = self._consider(request, waiting, now_ms)
         chosen, lacks = self._for_newcomer(pool, waiting, situation, candidates)
@@ -65,23 +65,26 @@ class Deciding(Choosing):
         elif not only:
             yield from self._hold(scope, pool, waiting, situation, candidates, now_ms, number=number)
 
-    def _in_turn(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
-        """Round robin: the next usable instance, room or not."""
+    def _at_once(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
+        """Round robin: the next usable instance, room or not. Least requests: the one with the fewest booked."""
         situation, candidates = self._consider(waiting.request, waiting, now_ms, force=True)
         able = [c for c in candidates if not c.out]
         if able:
-            chosen = able[pool.turn % len(able)]
+            if self.fleet.policy.placement == "round-robin":
+                chosen = able[pool.turn % len(able)]
+            else:
+                chosen = min(able, key=lambda c: (c.load.sequences, c.tie))
             yield from self._assign(scope, pool, waiting, candidates, chosen, now_ms, how="room")
         elif waiting.held is None:
             yield from self._hold(scope, pool, waiting, situation, candidates, now_ms)
 
     def _answer_all(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
         """A new office, or another policy: everything unanswered is answered, in order of arrival."""
-        in_turn = self.fleet.policy.placement == "round-robin"
+        at_once = self.fleet.policy.placement in policy.AT_ONCE
         for waiting in list(pool.waiting.values()):
             if waiting.release_number:
                 yield from self._place(scope, pool, waiting, now_ms, how="released", number=waiting.release_number)
-            elif waiting.held is None or in_turn:
+            elif waiting.held is None or at_once:
                 yield from self._answer(scope, pool, waiting, now_ms)
 
     def _assign(

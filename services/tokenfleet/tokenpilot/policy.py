@@ -332,6 +332,9 @@ def bound(situation: Situation, home: Candidate) -> bool:
     return home.cost_ms < (1.0 - _ALIKE) * other
 
 
+#: placements that assign at once, room or not, and leave the queue to the engines
+AT_ONCE = frozenset({"round-robin", "least-requests"})
+
 SCORERS: dict[str, Scorer] = {"least-work": least_work, "predicted-latency": predicted_latency}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
+from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.deciding import Deciding
 from tokenfleet.tokenpilot.desk import INFINITY, TICK_MS, queued_work, takes
 from tokenfleet.tokenpilot.policy import Room
@@ -34,7 +35,7 @@ class Rooms(Deciding):
             pool = self.state.pools.get(scope)
             if pool is None or not pool.held or not self.offices.term(scope):
                 continue
-            if self.fleet.policy.placement == "round-robin":
+            if self.fleet.policy.placement in policy.AT_ONCE:
                 yield from self._answer_all(scope, pool, now_ms)
             else:
                 yield from self._offer(scope, pool, name, now_ms)

@@ -846,6 +846,19 @@ def test_round_robin_takes_usable_instances_in_turn_without_holding() -> None:
     assert pilot.held() == 0
 
 
+def test_least_requests_takes_the_emptiest_without_holding() -> None:
+    """What most load balancers do: by open requests alone, whatever the prompts weigh."""
+    pilot = Pilot(instances=3, policy='placement = "least-requests"')
+    pilot.report("b-1", ready=False)
+    got = [only(pilot.request(f"r{n}", input_tokens=4000 if n % 2 else 10), PlacementAssigned) for n in range(10)]
+    assert sorted(one.instance for one in got) == ["b-0"] * 5 + ["b-2"] * 5
+    for one in got:
+        if one.instance == "b-2":
+            pilot.finish(one)
+    assert only(pilot.request("next"), PlacementAssigned).instance == "b-2"
+    assert pilot.held() == 0
+
+
 def test_a_reload_to_round_robin_places_what_was_held() -> None:
     """`make demo` switches policies on running processes; holds of the old policy were orphans."""
     pilot = Pilot(instances=1)
