@@ -6,8 +6,10 @@ to know load, cost and who asks: FleetMind ranks what is left, SLOMax and the ga
 is silent. Unknown is never ready: an instance without a version, without a report or with an old one is out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
+from operator import itemgetter
+from typing import Any
 
 import msgspec
 
@@ -40,6 +42,9 @@ _INSTANCE_REASONS = (
 )
 
 
+_name = itemgetter(0)
+
+
 class Heard(msgspec.Struct):
     """The last report of one instance and when it reached us (our clock, ms)."""
 
@@ -47,13 +52,39 @@ class Heard(msgspec.Struct):
     heard_ms: float
 
 
-class CapacityView(msgspec.Struct):
+class Roster(list[Heard]):
+    """Instances of a site that can take a kind of request now, in name order, as of the last report.
+
+    `why` is the site's most hopeful reason where there are none. Whoever sums over it may keep its sums in `sums`: a
+    report makes a new roster.
+    """
+
+    __slots__ = ("since_ms", "sums", "until_ms", "why")
+
+    def __init__(self, since_ms: float) -> None:
+        super().__init__()
+        self.why = "no_instance"
+        #: holds from its making until the first of its instances is stale
+        self.since_ms, self.until_ms = since_ms, float("inf")
+        self.sums: dict[str, Any] = {}
+
+
+#: site, model, version, adapter, zone of entry
+_Kind = tuple[str, str, str, str, str]
+
+
+class CapacityView(msgspec.Struct, dict=True):
     """The fold of `capacity.reported`: per site and instance the latest report, in order of arrival.
 
-    A Struct, so that a core can put it into its checkpoint as it is.
+    A Struct, so that a core can put it into its checkpoint as it is. Rosters are derived from it and left out.
     """
 
     sites: dict[str, dict[str, Heard]] = {}
+
+    def __post_init__(self) -> None:
+        self._rosters: dict[_Kind, Roster] = {}
+        self._rosters_of: Fleet | None = None
+        self._kinds: dict[str, list[_Kind]] = {}
 
     def fold(self, report: CapacityReported, now_ms: float) -> bool:
         """Take a report in; False for a redelivery, which must not make an old sample fresh again."""
@@ -62,6 +93,9 @@ class CapacityView(msgspec.Struct):
         if known is not None and known.report.id == report.id:
             return False
         instances[report.instance] = Heard(report, now_ms)
+        if report.site in self._kinds:
+            for kind in self._kinds.pop(report.site):
+                del self._rosters[kind]
         return True
 
     def renew(self, now_ms: float) -> None:
@@ -69,19 +103,56 @@ class CapacityView(msgspec.Struct):
         for instances in self.sites.values():
             for heard in instances.values():
                 heard.heard_ms = max(heard.heard_ms, now_ms)
+        self._forget_rosters()
 
     def forget(self, before_ms: float) -> None:
         """Drop instances not heard since; keeps the view bounded when instances come and go under new names."""
         for instances in self.sites.values():
             for name in [n for n, heard in instances.items() if heard.heard_ms < before_ms]:
                 del instances[name]
+                self._forget_rosters()
+
+    def _forget_rosters(self) -> None:
+        self._rosters.clear()
+        self._kinds.clear()
+
+    def roster(self, fleet: Fleet, ask: Ask, site: str, now_ms: float) -> Roster:
+        """Who can take this request at a site if nobody is excluded, found once per report and kind of request.
+
+        At hundreds of instances a site and thousands of requests a second nobody can look at each for each.
+        """
+        if self._rosters_of is not fleet:
+            self._forget_rosters()
+            self._rosters_of = fleet
+        kind = (site, ask.model, ask.version, ask.adapter, ask.entry_zone)
+        found = self._rosters.get(kind)
+        if found is not None and found.since_ms <= now_ms <= found.until_ms:
+            return found
+        made = Roster(now_ms)
+        able: list[tuple[str, Heard]] = []
+        for name, heard in self.instances(site).items():
+            if heard.report.model != ask.model:
+                continue
+            if now_ms - heard.heard_ms <= FRESH_MS:
+                made.until_ms = min(made.until_ms, heard.heard_ms + FRESH_MS)
+            why = instance_out(fleet, heard, ask, now_ms)
+            if not why:
+                able.append((name, heard))
+            elif _INSTANCE_REASONS.index(why) > _INSTANCE_REASONS.index(made.why):
+                made.why = why
+        able.sort(key=_name)
+        made.extend(heard for _, heard in able)
+        if found is None:
+            self._kinds.setdefault(site, []).append(kind)
+        self._rosters[kind] = made
+        return made
 
     def instances(self, site: str) -> dict[str, Heard]:
         """What is known of a site's instances."""
         return self.sites.get(site, {})
 
 
-def instance_out(fleet: Fleet, heard: Heard, ask: Ask, now_ms: float, excluded: Iterable[str] = ()) -> str:
+def instance_out(fleet: Fleet, heard: Heard, ask: Ask, now_ms: float, excluded: Collection[str] = ()) -> str:
     """Why an instance cannot take this request now; empty when it can.
 
     One of `declared_elsewhere`, `zone_mismatch`, `other_version`, `no_adapter`, `not_routable`, `stale`,
@@ -114,14 +185,19 @@ def instance_out(fleet: Fleet, heard: Heard, ask: Ask, now_ms: float, excluded: 
 
 
 def ready_instances(
-    fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()
+    fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Collection[str] = ()
 ) -> list[Heard]:
-    """The instances of a site that can take this request now, in name order; says nothing about permission."""
-    found = [item for item in view.instances(site).items() if item[1].report.model == ask.model]
-    return [heard for _, heard in sorted(found) if not instance_out(fleet, heard, ask, now_ms, excluded)]
+    """The instances of a site that can take this request now, in name order, to be read only; permission is not asked.
+
+    Where nobody is excluded it is the view's `Roster`.
+    """
+    roster = view.roster(fleet, ask, site, now_ms)
+    return [heard for heard in roster if heard.report.instance not in excluded] if excluded else roster
 
 
-def site_out(fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Iterable[str] = ()) -> str:
+def site_out(
+    fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: float, excluded: Collection[str] = ()
+) -> str:
     """Why a site may not or cannot serve this request now; empty when it can.
 
     A reason in `DENIALS` means never; any other is the most hopeful reason among its instances of the model.
@@ -129,20 +205,16 @@ def site_out(fleet: Fleet, view: CapacityView, ask: Ask, site: str, now_ms: floa
     denial = fleet.site_denial(ask.tenant, ask.model, site)
     if denial:
         return denial
-    best = "no_instance"
-    for heard in view.instances(site).values():
-        if heard.report.model != ask.model:
-            continue
-        why = instance_out(fleet, heard, ask, now_ms, excluded)
-        if not why:
-            return ""
-        if _INSTANCE_REASONS.index(why) > _INSTANCE_REASONS.index(best):
-            best = why
-    return best
+    roster = view.roster(fleet, ask, site, now_ms)
+    if not roster:
+        return roster.why
+    if excluded and all(heard.report.instance in excluded for heard in roster):
+        return "excluded"
+    return ""
 
 
 def allowed_ready_sites(
-    fleet: Fleet, view: CapacityView, ask: Ask, now_ms: float, excluded: Iterable[str] = ()
+    fleet: Fleet, view: CapacityView, ask: Ask, now_ms: float, excluded: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[Considered, ...]]:
     """Sites that may and can serve a request, home sites of its entry first in their order, then the nearest.
 

@@ -190,7 +190,7 @@ class _File(Table, frozen=True, kw_only=True):
     network: dict[str, dict[str, float]] = {}
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A checked fleet. Every name that another table uses exists; every instance name is unique."""
 
     info: FleetInfo
@@ -261,8 +261,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             return "residency"
         return ""
 
-    def home_order(self, entry: str, model: str) -> list[str]:
+    def home_order(self, entry: str, model: str) -> tuple[str, ...]:
         """Home sites of an entry for a model in order, then every other site by round-trip time, unknown last."""
+        known: dict[tuple[str, str], tuple[str, ...]] = self.__dict__.setdefault("home_orders", {})
+        found = known.get((entry, model))
+        if found is None:
+            found = self._home_order(entry, model)
+            if model in self.models:  # a foreign publisher's names would add up
+                known[entry, model] = found
+        return found
+
+    def _home_order(self, entry: str, model: str) -> tuple[str, ...]:
         homes = list(self.sites[entry].homes.get(model, ())) if entry in self.sites else []
         others = [s for s in self.sites if s not in homes and self.sites[s].instances]
 
@@ -270,7 +279,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             rtt = self.rtt_ms(entry, site)
             return (float("inf") if rtt is None else rtt, site)
 
-        return homes + sorted(others, key=distance)
+        return (*homes, *sorted(others, key=distance))
 
 
 def parse(data: bytes, *, source: str = "fleet.toml") -> Fleet:

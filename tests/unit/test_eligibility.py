@@ -8,10 +8,13 @@ from tests.simulation.harness import START_MS, Engine, report, small_fleet
 from tests.simulation.messages import leased, make_ask
 
 from tokenfleet.eligibility import (
+    FRESH_MS,
     CapacityView,
     allowed_ready_sites,
     hop_timeout_ms,
+    instance_out,
     no_site_reason,
+    ready_instances,
     retry_after_s,
     zone_bound,
 )
@@ -159,3 +162,64 @@ class TestPresence:
         presence.open("r2", "gateway-a", "2", 0)
         assert presence.lease(leased(1, ["r2"], gateway_incarnation="2"), 100) == ["r1"]
         assert presence.gateways["gateway-a"].open.keys() >= {"r2"}
+
+
+_REPORT = st.fixed_dictionaries(
+    {
+        "ready": st.booleans(),
+        "draining": st.booleans(),
+        "version": st.sampled_from(["1", "2", ""]),
+        "adapters": st.sampled_from([(), ("law",)]),
+        "routable_from": st.sampled_from([("*",), ("us",)]),
+    }
+)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["report", "renew", "forget", "nothing"]),
+            st.sampled_from(["b-0", "b-1", "b-2"]),
+            st.sampled_from([0.0, 400.0, FRESH_MS - 500.0, FRESH_MS + 1.0]),
+            _REPORT,
+            st.sampled_from([(), ("b-0",), ("b-0", "b-1", "b-2")]),
+            st.sampled_from(["", "law"]),
+        ),
+        max_size=12,
+    )
+)
+def test_a_roster_says_what_asking_every_instance_says(
+    steps: list[tuple[str, str, float, dict[str, object], tuple[str, ...], str]],
+) -> None:
+    """Rosters are kept between requests for speed: a stale one would send requests to an instance that is gone."""
+    view, now_ms = CapacityView(), START_MS
+    for number, (what, name, passed_ms, changes, excluded, adapter) in enumerate(steps):
+        now_ms += passed_ms
+        if what == "report":
+            made = msgspec.structs.replace(report(FLEET, "b-0", Engine(10_000), number, now_ms), **changes)
+            view.fold(msgspec.structs.replace(made, instance=name, id=f"{name}:{number}"), now_ms)
+        elif what == "renew":
+            view.renew(now_ms)
+        elif what == "forget":
+            view.forget(now_ms - FRESH_MS)
+        ask = msgspec.structs.replace(make_ask(), adapter=adapter)
+        one_by_one = [
+            heard
+            for _, heard in sorted(view.instances("b").items(), key=lambda item: item[0])
+            if not instance_out(FLEET, heard, ask, now_ms, excluded)
+        ]
+        assert ready_instances(FLEET, view, ask, "b", now_ms, excluded) == one_by_one
+        sites, considered = allowed_ready_sites(FLEET, view, ask, now_ms, excluded)
+        assert ("b" in sites) == bool(one_by_one)
+        outs = {instance_out(FLEET, heard, ask, now_ms, excluded) for heard in view.instances("b").values()}
+        assert next(one.out for one in considered if one.name == "b") in (outs or {"no_instance"})
+
+
+def test_a_checkpoint_leaves_rosters_out() -> None:
+    """They are derived: a checkpoint of the view is its reports, and works again after it is read."""
+    view = view_of("b-0")
+    before = msgspec.msgpack.encode(view)
+    assert allowed_ready_sites(FLEET, view, make_ask(), START_MS)[0] == ("b",)
+    assert msgspec.msgpack.encode(view) == before
+    again = msgspec.msgpack.decode(before, type=CapacityView)
+    assert allowed_ready_sites(FLEET, again, make_ask(), START_MS)[0] == ("b",)

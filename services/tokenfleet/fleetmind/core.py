@@ -357,7 +357,7 @@ class FleetMind:
             road
             for load in self.state.loads.values()
             for road in (self.state.roads.get(rid) for rid in load.held)
-            if road is not None and self._term(road.ask)
+            if road is not None and self._term(road.ask) and policy.may_move(self.fleet, self.state, road, now_ms)
         ]
         for road in sorted(held, key=lambda one: policy.urgency(one, now_ms)):
             found = self.mover(self.fleet, self.state, road, now_ms)

@@ -7,7 +7,7 @@ that can. Refuses to know how the answers travel.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -15,10 +15,12 @@ from tokenfleet.eligibility import (
     HOP_BASE_MS,
     UNKNOWN_RTT_MS,
     Heard,
+    Roster,
     allowed_ready_sites,
     fraction,
     no_site_reason,
     ready_instances,
+    site_out,
 )
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.state import FLOW_MS, INFINITY, Load, Road, State
@@ -71,31 +73,57 @@ def load_terms(fleet: Fleet, load: Load | None, ready: Sequence[Heard], now_ms: 
     was assigned since the report. Prefill: prompt tokens asked of it lately over what it computes meanwhile. A site
     that holds anything has no room: above 1. A number that nobody knows makes no term.
     """
+    supply = _supply(fleet, ready)
     terms: dict[str, float] = {}
-    reports = [heard.report for heard in ready]
-    owns = [fleet.sites[report.site].instances.get(report.instance) for report in reports]
-    ours = len(load.booked) + len(load.asked) if load is not None else 0
-    sequences = 0
-    for report, own in zip(reports, owns, strict=True):
-        sequences += report.max_sequences or (own.max_sequences if own is not None else 0)
-    if sequences:
-        reported = sum((report.running or 0) + (report.waiting or 0) for report in reports)
-        terms["sequences"] = max(reported, ours) / sequences
-    totals = [
-        report.kv_tokens_total or (own.kv_tokens if own is not None else 0)
-        for report, own in zip(reports, owns, strict=True)
-    ]
-    if totals and all(totals):
-        used = sum((report.kv_usage or 0.0) * total for report, total in zip(reports, totals, strict=True))
-        booked = sum(load.booked.values()) if load is not None else 0
-        terms["kv"] = max(used, booked) / sum(totals)
-    rate = sum(report.prefill_tokens_per_s or 0.0 for report in reports)
+    if supply.sequences:
+        ours = len(load.booked) + len(load.asked) if load is not None else 0
+        terms["sequences"] = max(supply.running, ours) / supply.sequences
+    if supply.kv_tokens:
+        booked = load.booked_kv_tokens if load is not None else 0
+        terms["kv"] = max(supply.kv_used, booked) / supply.kv_tokens
+    rate = supply.prefill_tokens_per_s
     if load is not None and rate > 0:
         terms["prefill"] = load.flow(now_ms) / (rate * FLOW_MS / 1000.0)
     if load is not None and load.held:
-        terms["held"] = 1.0 + (sum(load.held.values()) / rate if rate > 0 else float(len(load.held)))
+        terms["held"] = 1.0 + (load.held_tokens / rate if rate > 0 else float(len(load.held)))
     terms["load"] = max(terms.values(), default=0.0)
     return terms
+
+
+class Supply(msgspec.Struct, frozen=True):
+    """What ready instances have together, and what they say is taken of it."""
+
+    #: 0: unknown
+    sequences: int
+    #: running and waiting
+    running: int
+    #: 0: unknown of some
+    kv_tokens: int
+    kv_used: float
+    prefill_tokens_per_s: float
+
+
+def _supply(fleet: Fleet, ready: Sequence[Heard]) -> Supply:
+    """Summed once per report, not once per request."""
+    if isinstance(ready, Roster):
+        found = ready.sums.get("supply")
+        if found is None:
+            found = ready.sums["supply"] = _add_up(fleet, ready)
+        return cast("Supply", found)
+    return _add_up(fleet, ready)
+
+
+def _add_up(fleet: Fleet, ready: Sequence[Heard]) -> Supply:
+    sequences, running, kv_used, rate = 0, 0, 0.0, 0.0
+    totals: list[int] = []
+    for report in (heard.report for heard in ready):
+        own = fleet.sites[report.site].instances.get(report.instance)
+        sequences += report.max_sequences or (own.max_sequences if own is not None else 0)
+        running += (report.running or 0) + (report.waiting or 0)
+        totals.append(report.kv_tokens_total or (own.kv_tokens if own is not None else 0))
+        kv_used += (report.kv_usage or 0.0) * totals[-1]
+        rate += report.prefill_tokens_per_s or 0.0
+    return Supply(sequences, running, sum(totals) if all(totals) else 0, kv_used, rate)
 
 
 class Ranker(Protocol):
@@ -183,6 +211,16 @@ def movable(road: Road, now_ms: float) -> bool:
     )
 
 
+def may_move(fleet: Fleet, state: State, road: Road, now_ms: float) -> bool:
+    """Whether a held request could go elsewhere at all: it has its time, or its site can serve it no more."""
+    if fleet.policy.sites != "round-robin" and movable(road, now_ms):
+        return True
+    ask = road.ask
+    if site_out(fleet, state.capacity, ask, road.site, now_ms, road.excluded):
+        return True
+    return road.site not in fleet.home_order(ask.entry, ask.model)
+
+
 def urgency(road: Road, now_ms: float) -> tuple[bool, float, float]:
     """Order in which held requests may move: those that are late where they are but have a deadline first."""
     left_ms = max(0.0, road.wait_ms - (now_ms - road.held_ms))
@@ -202,11 +240,11 @@ def move(fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None:
     Any allowed and ready site when its own can serve it no more; else one that holds nothing, is below its ceiling,
     and gains more than the margin: the wait left here, less the longer way and the prefix that is computed anew.
     """
+    if not may_move(fleet, state, road, now_ms):
+        return None
     ask = road.ask
     ready, considered = allowed_ready_sites(fleet, state.capacity, ask, now_ms, road.excluded)
     stranded = road.site not in ready
-    if not stranded and (fleet.policy.sites == "round-robin" or not movable(road, now_ms)):
-        return None
     left_ms = max(0.0, road.wait_ms - (now_ms - road.held_ms))
     best: tuple[float, str] | None = None
     terms: dict[str, dict[str, float]] = {}
@@ -219,7 +257,7 @@ def move(fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None:
         quiet = load is not None and load.silent_until_ms > now_ms
         if quiet or (not stranded and (terms[site]["load"] >= fleet.sites[site].load_ceiling)):
             continue
-        rate = sum(heard.report.prefill_tokens_per_s or 0.0 for heard in instances) / max(1, len(instances))
+        rate = _supply(fleet, instances).prefill_tokens_per_s / max(1, len(instances))
         farther = rtt_ms(fleet, state, ask.entry, site) - rtt_ms(fleet, state, ask.entry, road.site)
         anew_ms = 1000.0 * road.prefix_hit_tokens / rate if rate > 0 else 0.0
         gain_ms = left_ms - max(0.0, farther) - anew_ms

@@ -1,6 +1,6 @@
 """What FleetMind knows: the road of every open request and what each site has taken on. No decision is made here.
 
-Load is the size and sum of maps keyed by request, never a counter, so that it is exactly zero when nothing is open;
+Load is the size of maps keyed by request and whole sums over them, so that it is exactly zero when nothing is open;
 only the recent flow of prompt tokens is a decaying number. An end before its beginning leaves a tombstone.
 """
 
@@ -64,7 +64,7 @@ class Road(msgspec.Struct):
         return (self.attempt, self.revision)
 
 
-class Load(msgspec.Struct):
+class Load(msgspec.Struct, dict=True):
     """What one site has taken on of one model version, as far as we know before it reports it."""
 
     #: request → prompt tokens: asked, not answered
@@ -77,6 +77,25 @@ class Load(msgspec.Struct):
     flow_ms: float = 0.0
     #: its TokenPilot stayed silent; asked last until then
     silent_until_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        #: sums of the maps, whole numbers: summed anew for every request they would be dear in a large pool
+        self.held_tokens = sum(self.held.values())
+        self.booked_kv_tokens = sum(self.booked.values())
+
+    def drop(self, request_id: str) -> None:
+        """The request is nowhere here."""
+        self.asked.pop(request_id, None)
+        self.held_tokens -= self.held.pop(request_id, 0)
+        self.booked_kv_tokens -= self.booked.pop(request_id, 0)
+
+    def hold(self, request_id: str, tokens: int) -> None:
+        self.held_tokens += tokens - self.held.get(request_id, 0)
+        self.held[request_id] = tokens
+
+    def book(self, request_id: str, kv_tokens: int) -> None:
+        self.booked_kv_tokens += kv_tokens - self.booked.get(request_id, 0)
+        self.booked[request_id] = kv_tokens
 
     def flow(self, now_ms: float) -> float:
         """Prompt tokens asked of it lately, decayed over `FLOW_MS`."""
@@ -115,8 +134,7 @@ class State(msgspec.Struct):
         """The request is nowhere: not asked, held or booked."""
         load = self.loads.get(self.key(road))
         if load is not None:
-            for kind in (load.asked, load.held, load.booked):
-                kind.pop(road.ask.request_id, None)
+            load.drop(road.ask.request_id)
 
     def take_load(self, road: Road, now_ms: float) -> None:
         """Count a request where it is now, by its phase."""
@@ -126,9 +144,9 @@ class State(msgspec.Struct):
             load.add_flow(road.flow_tokens, now_ms)
             load.asked[rid] = road.ask.input_tokens
         elif road.phase == "held":
-            load.held[rid] = road.flow_tokens
+            load.hold(rid, road.flow_tokens)
         elif road.phase == "assigned":
-            load.booked[rid] = road.kv_tokens
+            load.book(rid, road.kv_tokens)
 
     def sweep(self, now_ms: float) -> None:
         """Forget tombstones that have served their time; they were added in order of time, near enough."""

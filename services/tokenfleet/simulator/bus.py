@@ -8,7 +8,7 @@ mean, beyond the filters that the live readers use: a TokenPilot hears its own s
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenfleet.effects import Core, Effect, Note, Publish, WakeAt
@@ -190,6 +190,27 @@ class Bus:
                 self.loop.at(captured_ms + delay_ms, self._deliver, event, nodes, capture_site)
                 if twice:
                     self.loop.at(captured_ms + delay_ms, self._deliver, event, nodes, capture_site)
+
+    def publish_together(self, events: Sequence[Event], sender_site: str) -> None:
+        """Plain messages of one type and site, in the same instant: the same as one after the other, with less to do.
+
+        They reach a reader in one go, because nothing can come between them.
+        """
+        if not events or self.cut_until_ms or self.loss or self.spec.duplicates:
+            for event in events:
+                self.publish(event, sender_site)
+            return
+        first = events[0]
+        kind = type(first)
+        self.said[kind.__name__] += len(events)
+        capture_site = first.site if self.spec.topology == "sites" and first.site else self.hub
+        captured_ms = self.loop.now_ms + self.spec.hop_ms / 2 + self.one_way_ms(sender_site, capture_site)
+        for delay_ms, nodes in self._readers(first, kind, capture_site):
+            self.loop.at(captured_ms + delay_ms, self._deliver_all, events, nodes, capture_site)
+
+    def _deliver_all(self, events: Sequence[Event], nodes: tuple[Node, ...], capture_site: str) -> None:
+        for event in events:
+            self._deliver(event, nodes, capture_site)
 
     def _again(self, event: Event, sender_site: str) -> None:
         self.publish(event, sender_site, durable=True)

@@ -25,6 +25,7 @@ from tokenfleet.simulator.instances import SimulatedInstance, Work
 from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
 from tokenfleet.simulator.policies import Choice
 from tokenfleet.simulator.scenario import Scenario
+from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import Ask
@@ -380,9 +381,8 @@ class World:
         self.loop.at(now_ms + late_ms, self._say_capacity, site, reports)
         self.loop.at(now_ms + self.scenario.agents.every_s * 1000.0, self._sample, site, instances)
 
-    def _say_capacity(self, site: str, reports: list[Event]) -> None:
-        for report in reports:
-            self.bus.publish(report, site)
+    def _say_capacity(self, site: str, reports: list[CapacityReported]) -> None:
+        self.bus.publish_together(reports, site)
 
     def _record(self, arrival: Arrival) -> Record:
         return Record(

@@ -270,4 +270,5 @@ class Choosing(Desk):
             rate = policy.prefill_rate(self.fleet, self.site, heard)
             known = Model.of(key, rate, self.knobs.unknown_prefill_tokens_per_s)
             self.state.models[instance] = known
+            self._few = None
         return known

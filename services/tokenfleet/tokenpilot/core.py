@@ -134,6 +134,7 @@ class TokenPilot(Folding):
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
         """A new fleet file: other pools, another placement policy."""
         self.fleet = fleet
+        self._stirred.update(self._offers)  # another fleet's entries may be nearer
         self._ensure_pools()
         for scope, pool in self.state.pools.items():
             if self.offices.term(scope):
@@ -155,6 +156,7 @@ class TokenPilot(Folding):
             raise ValueError(f"a snapshot of site {found.state.site!r}, not {self.site!r}")
         self.state = found.state
         self._boards.clear()
+        self._few = None
         self.offices.marks = found.marks
         self._ensure_pools()
 

@@ -15,6 +15,7 @@ from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.board import Board
 from tokenfleet.tokenpilot.exact_index import ExactIndex
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
+from tokenfleet.tokenpilot.predictor import Model
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import NO_INSTANCE, Pool, State, Waiting
@@ -79,6 +80,10 @@ class Desk:
         self.exact = ExactIndex(site, replica=replica, content=self.index)
         self.state = State(site)
         self._offers: dict[str, Offer] = {}
+        #: those of them that may be due earlier than when the next wake-up was last thought over
+        self._stirred: set[str] = set()
+        #: models that have learned from few requests; None: to be looked for anew
+        self._few: list[Model] | None = None
         #: instances whose room changed while this message was handled
         self._touched: set[str] = set()
         self._wake_ms = INFINITY

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tokenfleet.effects import Effect, Note
 from tokenfleet.tokenpilot.desk import FORGET_MS
-from tokenfleet.tokenpilot.predictor import Margin, Residual
+from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
 from tokenfleet.tokenpilot.rooms import Rooms
 from tokenfleet.tokenpilot.state import Booking, Forecast, Waiting
 from tokenfleet_schemas.capacity import CapacityReported
@@ -328,12 +328,19 @@ class Folding(Rooms):
             if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms):
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
-            for other in self.state.models.values():
+            for other in self._novices():
                 alike = other.key == model.key and other.ttft.prior == model.ttft.prior
                 if alike and other.samples < min(FEW, model.samples):
                     other.ttft.multiples = list(model.ttft.multiples)
         if times.tpot_ms is not None and message.output_tokens > 1:
             model.tpot.learn(forecast.tpot_features, times.tpot_ms)
+
+    def _novices(self) -> list[Model]:
+        """The instances' models that have learned from few requests: in a large pool soon none of hundreds."""
+        if self._few is None:
+            self._few = list(self.state.models.values())
+        self._few = [model for model in self._few if model.samples < FEW]
+        return self._few
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> Iterator[Effect]:
         for request_id in self.state.presence.lease(message, now_ms):
@@ -386,6 +393,7 @@ class Folding(Rooms):
         if message.site == self.site and offer is not None:
             offer.unanswered_since_ms = None
             offer.declined_until_ms = now_ms + max(0.0, message.for_ms)
+            self._stirred.add(message.instance)
         yield from ()
 
     def _start_anew(self, now_ms: float) -> None:
@@ -394,6 +402,7 @@ class Folding(Rooms):
         for offer in self._offers.values():
             if offer.unanswered_since_ms is not None:
                 offer.unanswered_since_ms = now_ms
+        self._stirred.update(self._offers)
         for sign in self.state.presence.gateways.values():
             sign.heard_ms = max(sign.heard_ms, now_ms)
 
@@ -407,6 +416,7 @@ class Folding(Rooms):
         for name in [n for n, load in self.state.loads.items() if n not in present and load.sequences == 0]:
             del self.state.loads[name]
             self.state.models.pop(name, None)
+            self._few = None
             self._offers.pop(name, None)
             self.exact.forget(name)
             self.index.clear(name, gone=True)

@@ -4,7 +4,7 @@ Decides when to offer, at most so often as the knobs say, and fills what SLOMax 
 first. Refuses to know who should go first otherwise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
@@ -39,13 +39,17 @@ class Rooms(Deciding):
                 yield from self._answer_all(scope, pool, now_ms)
             else:
                 yield from self._offer(scope, pool, name, now_ms)
-        due_ms = self._next_due_ms(now_ms)
+        # What was not stirred is due no earlier than the wake-up that is asked for already.
+        names = self._offers if self._wake_ms == INFINITY else self._stirred
+        due_ms = self._next_due_ms(names, now_ms)
+        self._stirred.clear()
         if due_ms < self._wake_ms:
             self._wake_ms = due_ms
             yield WakeAt(due_ms)
 
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
+        self._stirred.add(name)
         usable = self._usable(name, now_ms)
         if usable and room.idle and pool.bound:
             yield from self._attract(scope, pool, name, room, now_ms)
@@ -162,10 +166,11 @@ class Rooms(Deciding):
             if pool.held and (offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms):
                 self._touch(name)
 
-    def _next_due_ms(self, now_ms: float) -> float:
+    def _next_due_ms(self, names: Iterable[str], now_ms: float) -> float:
         due = now_ms + TICK_MS
-        answer_ms = self._answer_ms() if self._offers else 0.0
-        for offer in self._offers.values():
+        offers = [self._offers[name] for name in names if name in self._offers]
+        answer_ms = self._answer_ms() if offers else 0.0
+        for offer in offers:
             due = min(due, offer.due_ms)
             if offer.unanswered_since_ms is not None:
                 due = min(due, offer.unanswered_since_ms + answer_ms)
