@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.fidelity import fit, rank
+from benchmarks.fidelity import fit, parity, rank
 from tokenfleet.local.errors import LocalError
 
 
@@ -16,10 +16,11 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     _add_fit(verbs.add_parser("fit", help="measure a real engine, fit the engine model to it, predict the other half"))
     _add_rank(verbs.add_parser("rank", help="policies on real engines, and the same in the simulation"))
+    _add_parity(verbs.add_parser("parity", help="one scenario live with emulators, and in the simulation"))
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
-    except (fit.FitError, rank.RankError, LocalError, OSError) as error:
+    except (fit.FitError, rank.RankError, parity.ParityError, LocalError, OSError) as error:
         fit.say(str(error))
         return 1
 
@@ -115,6 +116,38 @@ def _rank(args: argparse.Namespace) -> int:
     if args.save:
         Path(args.save).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     return 0 if found.holds else 1
+
+
+def _add_parity(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_parity)
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="arrivals")
+    parser.add_argument("--rate", type=float, default=8.0, metavar="R", help="requests per second, about")
+    parser.add_argument("--instances", type=int, default=4, metavar="N")
+    parser.add_argument("--profile", default="8b-a100", metavar="NAME", help="what the emulators emulate")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--save", metavar="FILE", help="keep the live run, to compare it again")
+    parser.add_argument("--again", metavar="FILE", help="compare what --save kept instead of running")
+
+
+def _parity(args: argparse.Namespace) -> int:
+    import asyncio
+
+    if args.again:
+        run = parity.decode(Path(args.again).read_bytes())
+    else:
+        load = parity.Load(
+            seconds=args.seconds,
+            rate_per_s=args.rate,
+            instances=args.instances,
+            profile=args.profile,
+            seed=args.seed,
+        )
+        run = asyncio.run(parity.live(load, fit.say))
+        if args.save:
+            Path(args.save).write_bytes(parity.encode(run))
+    found = parity.compare(run)
+    print(parity.table(found))
+    return 0 if found.reached else 1
 
 
 if __name__ == "__main__":

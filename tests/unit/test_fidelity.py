@@ -8,13 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from benchmarks.fidelity import fit, rank
+from benchmarks.fidelity import fit, parity, rank
 from benchmarks.fidelity.sending import Sent, encode, send_all
 
+from tokenfleet import fleet as fleets
 from tokenfleet.engine_model import Engine, Profile
+from tokenfleet.replay.traces import Trace
 from tokenfleet.simulator import scenario as scenarios
 from tokenfleet.simulator.errors import ScenarioError
 from tokenfleet.simulator.experiment import Estimate
+from tokenfleet.simulator.policies import choose
+from tokenfleet.simulator.scenario import BusSpec, EngineSpec, Info, Scenario, Source
+from tokenfleet.simulator.world import World
+from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.placement import PlacementAssigned
 
 #: a small slow engine: no built-in profile is near it
 TRUE = Profile(
@@ -303,3 +310,76 @@ def test_the_simulation_prefers_whoever_keeps_prefixes() -> None:
     assert ours is not None
     assert theirs is not None
     assert ours < theirs
+
+
+# --------------------------------------------------------------------------------------------- parity
+
+
+def acted_live(load: parity.Load) -> parity.LiveRun:
+    """A live run as the simulator plays it: what a fleet that is exactly as simulated would leave."""
+    trace = Trace(name="parity", rows=parity.rows(load), block_tokens=parity.BLOCK_TOKENS)
+    scenario = Scenario(
+        info=Info(name="parity"),
+        fleet=fleets.parse(parity.fleet_text(load).encode()),
+        sources=(Source(trace="parity", tenant=parity.TENANT),),
+        traces=(trace,),
+        bus=BusSpec(hop_ms=0.5),
+        engines=EngineSpec(scheduling="fcfs"),
+    )
+    world = World(scenario, choose("tokenfleet"), 7)
+    heard: list[parity.Heard] = []
+    for node in world.bus.nodes.values():
+        before = node.on_publish
+
+        def note(event: Event, before: Callable[[Event], None] | None = before) -> None:
+            heard.append(parity.Heard(world.loop.now_ms, event))
+            if before is not None:
+                before(event)
+
+        node.on_publish = note
+    run = world.run()
+    world.check()
+    return parity.LiveRun(load=load, records=run.records, heard=heard, lag_ms=0.0)
+
+
+LOAD = parity.Load(seconds=20.0, rate_per_s=8.0, warmup_s=2.0)
+
+
+def test_a_fleet_exactly_as_simulated_has_parity() -> None:
+    """What is left then is the comparison's own: ids, ties, calibration."""
+    run = acted_live(LOAD)
+    found = parity.compare(parity.decode(parity.encode(run)))
+    assert found.requests > 100
+    assert len({one.live for one in found.followed.decisions}) == LOAD.instances
+    assert found.followed.same >= 0.97
+    assert found.free.same >= 0.9
+    assert all(abs(one.error) < 0.03 for one in found.ttft.values())
+    assert found.reached
+    assert "followed" in parity.table(found)
+
+
+def test_decisions_made_otherwise_are_found() -> None:
+    """A live fleet that sends every third request to the next instance does not decide as simulated."""
+    run = acted_live(LOAD)
+    names = sorted(fleets.parse(parity.fleet_text(LOAD).encode()).sites["b"].instances)
+    moved = []
+    for n, one in enumerate(run.heard):
+        event = one.event
+        if isinstance(event, PlacementAssigned) and n % 3 == 0:
+            other = names[(names.index(event.instance) + 1) % len(names)]
+            event = msgspec.structs.replace(event, instance=other)
+        moved.append(parity.Heard(one.stored_ms, event))
+    run.heard = moved
+    found = parity.compare(run)
+    assert found.followed.same < 0.9
+    assert found.free.same < 0.9
+    assert max(one.gap for one in found.followed.others) > parity.GAP_MAX
+    assert not found.reached
+
+
+def test_a_live_run_that_lost_decisions_is_no_run() -> None:
+    """A stream that was cut must not pass for parity of what is left."""
+    run = acted_live(LOAD)
+    run.heard = [one for n, one in enumerate(run.heard) if n % 2 or not isinstance(one.event, PlacementAssigned)]
+    with pytest.raises(parity.ParityError, match="no decision"):
+        parity.compare(run)

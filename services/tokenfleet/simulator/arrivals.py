@@ -53,6 +53,8 @@ class Arrival(msgspec.Struct, kw_only=True):
     pause_ms: float = 0.0
     #: sent when the one before it is answered
     follows: bool = False
+    #: empty: made of seed and index. Ties break by it, so a live run's can be had again
+    request_id: str = ""
 
     def digests(self) -> tuple[str, int]:
         """The prompt's prefix as a gateway sends it: packed chain and stride."""

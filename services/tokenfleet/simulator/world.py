@@ -117,7 +117,7 @@ class Entry:
         packed, stride = arrival.digests()
         ends = [limit for limit in (cls.e2e_ms, arrival.deadline_ms) if limit is not None]
         return Ask(
-            request_id=f"{self.world.seed}-{arrival.index}",
+            request_id=arrival.request_id or f"{self.world.seed}-{arrival.index}",
             gateway=self.name,
             gateway_incarnation=self.incarnation,
             entry=self.site,
