@@ -361,7 +361,7 @@ def test_a_fleet_exactly_as_simulated_has_parity() -> None:
 def test_decisions_made_otherwise_are_found() -> None:
     """A live fleet that sends every third request to the next instance does not decide as simulated."""
     run = acted_live(LOAD)
-    names = sorted(fleets.parse(parity.fleet_text(LOAD).encode()).sites["b"].instances)
+    names = sorted(fleets.parse(parity.fleet_text(LOAD).encode()).sites["a"].instances)
     moved = []
     for n, one in enumerate(run.heard):
         event = one.event

@@ -28,7 +28,7 @@ from tokenfleet.runtime.permissions import ADMIN, FLEET_SERVICES, nats_users, us
 #: where the API listens if nobody says otherwise and it is free
 PREFERRED_API_PORT = 8080
 #: variables that a service process inherits although they begin with TOKENFLEET_
-_INHERITED = ("TOKENFLEET_CREDENTIAL_",)
+_INHERITED = ("TOKENFLEET_CREDENTIAL_", "TOKENFLEET_RECORD_DIR")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -23,6 +24,7 @@ from tokenfleet.effects import Core, Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet
 from tokenfleet.runtime.bus import BusError, Captured, Reader
 from tokenfleet.runtime.ownership import Lease
+from tokenfleet.runtime.recording import Call, Recorder
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas.event import Event
@@ -110,6 +112,9 @@ class Runner:
         #: name → its notes by labels, in the order of the first one's labels
         self._noted: dict[str, _Counts] = {}
         self._changed = False
+        self._recorder: Recorder | None = None
+        if service.settings.record_dir:
+            self._recorder = Recorder(Path(service.settings.record_dir) / f"{service.name}.{service.replica}.jsonl")
         self._key = re.sub(r"[^A-Za-z0-9._=-]", "-", f"{service.name}.{service.settings.site or '_'}")
         registry = service.metrics
         self._errors = prometheus_client.Counter(
@@ -145,6 +150,9 @@ class Runner:
             await cancel_and_wait(tasks)
             if self._timer is not None:
                 self._timer.cancel()
+            if self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
 
     def _is_current(self) -> bool:
         return self.caught_up.is_set() and all(reader.caught_up.is_set() for reader in self._readers.values())
@@ -225,6 +233,8 @@ class Runner:
         kind = type(event)
         self._handled.add((kind.__name__,))
         self._changed = True
+        if self._recorder is not None:
+            self._recorder.event("handle", event, now_ms)
         try:
             effects = self.core.handle(event, now_ms)
             for effect in effects:
@@ -233,9 +243,12 @@ class Runner:
             self._errors.labels(kind.__name__).inc()
             log.exception("core failed on a message; skipped", extra={"event": event.id, "message_type": kind.__name__})
 
-    def _do(self, call: Callable[[float], Iterable[Effect]], what: str) -> None:
+    def _do(self, call: Callable[[float], Iterable[Effect]], what: Call, scope: str = "") -> None:
+        now_ms = self.service.clock.now_ms()
+        if self._recorder is not None:
+            self._recorder.write(what, now_ms, scope=scope)
         try:
-            for effect in call(self.service.clock.now_ms()):
+            for effect in call(now_ms):
                 self._perform(effect)
         except Exception:
             self._errors.labels(what).inc()
@@ -262,6 +275,8 @@ class Runner:
             raise TypeError(f"nobody performs {kind.__name__}")
 
     def _publish(self, effect: Publish) -> None:
+        if self._recorder is not None:
+            self._recorder.event("said", effect.event)
         if effect.durable:
             self.service.bus.outbox.put(effect.event)
             return
@@ -299,7 +314,7 @@ class Runner:
         announce = asyncio.Event()
 
         def lost() -> None:
-            self._do(lambda now_ms: core.resign(scope, now_ms), "resign")
+            self._do(lambda now_ms: core.resign(scope, now_ms), "resign", scope)
 
         lease = Lease(self.service.bus, scope, self.service.replica, taken=lambda _term: announce.set(), lost=lost)
         holding = asyncio.create_task(lease.run())
@@ -315,7 +330,10 @@ class Runner:
         """Write the mark until the stream has it; the core decides from reading it back."""
         while lease.held:
             try:
-                await self.service.bus.publish_acked(core.mark(lease.scope, lease.term, self.service.clock.now_ms()))
+                now_ms = self.service.clock.now_ms()
+                if self._recorder is not None:
+                    self._recorder.write("mark", now_ms, scope=lease.scope, term=lease.term)
+                await self.service.bus.publish_acked(core.mark(lease.scope, lease.term, now_ms))
                 return
             except BusError as error:
                 log.warning("mark not written yet", extra={"scope": lease.scope, "error": str(error)})
@@ -340,6 +358,8 @@ class Runner:
                 if state["created"] != identity or int(state["state"]["first_seq"]) > sequence + 1:
                     log.info("checkpoint is too old for its stream; reading afresh", extra={"stream": read.stream})
                     return None
+            if self._recorder is not None:
+                self._recorder.write("restore", data=found.state)
             core.restore(found.state)
         except nats.js.errors.NotFoundError:
             return None

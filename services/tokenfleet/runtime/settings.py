@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     #: the fleet's secret: keys of digest chains, tenants' cache salts, hashes of API keys
     secret: str = ""
     log_level: str = "info"
+    #: keep what this process's core is told and says in a file here (`tokenfleet.runtime.recording`); empty: do not
+    record_dir: str = ""
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None) -> "Settings":
