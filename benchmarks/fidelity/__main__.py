@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_fit)
-    parser.add_argument("--url", required=True, help="the engine's base URL with /v1; nobody else should be using it")
-    parser.add_argument("--model", required=True, help="the model's name at that URL")
+    parser.add_argument("--url", default="", help="the engine's base URL with /v1; nobody else should be using it")
+    parser.add_argument("--model", default="", help="the model's name at that URL")
     parser.add_argument("--name", default="fitted", help="what the profile is called")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="length of each open segment")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
@@ -39,16 +39,18 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--kv-tokens", type=int, default=0, metavar="N", help="default: what its metrics say")
     limits.add_argument("--block-tokens", type=int, default=0, metavar="N", help="default: what its metrics say")
     limits.add_argument("--max-model-len", type=int, default=0, metavar="N", help="default: what /v1/models says")
-    parser.add_argument("--save", metavar="FILE", help="keep what was measured and found")
-    parser.add_argument("--again", metavar="FILE", help="fit what --save kept instead of measuring")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured and found")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="fit what --save kept instead of measuring")
 
 
 def _fit(args: argparse.Namespace) -> int:
     import asyncio
 
     if args.again:
-        saved = msgspec.json.decode(Path(args.again).read_bytes(), type=fit.Saved)
+        saved = fit.load(args.again)
         limits, segments = saved.limits, saved.segments
+    elif not (args.url and args.model):
+        raise fit.FitError("say --url and --model, or --again")
     else:
         limits = asyncio.run(
             fit.limits_of(
@@ -76,7 +78,9 @@ def _add_rank(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_rank)
     parser.add_argument("--engine", action="append", required=True, metavar="URL", help="base URL without /v1; twice")
     parser.add_argument("--model", required=True, help="the model's name at those URLs")
-    parser.add_argument("--fitted", required=True, metavar="FILE", help="what `fit --save` kept of such an engine")
+    parser.add_argument(
+        "--fitted", required=True, type=Path, metavar="FILE", help="what `fit --save` kept of such an engine"
+    )
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help="the model's tokenizer.json")
     parser.add_argument("--runs", type=int, default=5, metavar="N")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="arrivals of a run")
@@ -91,7 +95,7 @@ def _add_rank(parser: argparse.ArgumentParser) -> None:
 def _rank(args: argparse.Namespace) -> int:
     import asyncio
 
-    saved = msgspec.json.decode(Path(args.fitted).read_bytes(), type=fit.Saved)
+    saved = fit.load(args.fitted)
     if saved.fitted is None:
         raise rank.RankError(f"{args.fitted} holds no fitted profile")
     profile, limits, model = saved.fitted.profile, saved.limits, args.model

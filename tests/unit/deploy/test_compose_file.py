@@ -19,7 +19,7 @@ from tokenfleet.runtime.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 #: settings that may stay at their default in a container: names of replicas are made up, unique by construction
-OPTIONAL = {"TOKENFLEET_REPLICA"}
+OPTIONAL = {"TOKENFLEET_REPLICA", "TOKENFLEET_RECORD_DIR"}
 
 
 @pytest.fixture(scope="module")
