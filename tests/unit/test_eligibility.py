@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.harness import START_MS, Engine, report, small_fleet
 from tests.simulation.messages import leased, make_ask
@@ -175,6 +175,7 @@ _REPORT = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(

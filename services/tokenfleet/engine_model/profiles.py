@@ -22,6 +22,8 @@ Where the numbers come from:
   experts read in a step; `c` is an estimate, 25% of the peak, because grouped matrix products and the all-reduce over
   eight GPUs cost more than a dense model's. No measurement behind it: scale it before trusting a result.
 - `kv_tokens`: memory arithmetic, 90% of the memory less weights and 6 GB of activations; approximate.
+- `cold_start_s`: SageServe charges 155 s for a replica (Jaiswal et al. 2025), taken as a 70B's; of it 45 s for process,
+  graphs and warm-up, the rest in proportion to the weights (16, 64, 140 and 480 GB). An estimate.
 
 Trust the ranking of two profiles, not the absolute times.
 """
@@ -63,6 +65,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     #: HTTP, tokenising and hand-over before a request reaches the scheduler, ms (BLIS)
     api_delay_ms: float = 15.6
+    #: from the decision to start a replica until it answers, s
+    cold_start_s: float = 155.0
 
     def scaled(self, speed: float) -> "Profile":
         """The same engine with every time divided by `speed`; capacities stay."""
@@ -77,6 +81,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
             k_ns_per_kv_token=self.k_ns_per_kv_token / speed,
             per_sequence_us=self.per_sequence_us / speed,
             api_delay_ms=self.api_delay_ms / speed,
+            cold_start_s=self.cold_start_s / speed,
         )
 
     def limited(self, *, token_budget: int = 0, max_sequences: int = 0, kv_tokens: int = 0) -> "Profile":
@@ -101,6 +106,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=1.06,
             k_ns_per_kv_token=76.0,
             kv_tokens=381_000,
+            cold_start_s=58.0,
         ),
         Profile(
             name="32b-h100x2",
@@ -110,6 +116,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=1.6,
             k_ns_per_kv_token=60.0,
             kv_tokens=300_000,
+            cold_start_s=95.0,
         ),
         Profile(
             name="70b-h100x4",
@@ -128,6 +135,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=3.36,
             k_ns_per_kv_token=125.0,
             kv_tokens=381_000,
+            cold_start_s=58.0,
         ),
         Profile(
             name="70b-a100x4",
@@ -147,6 +155,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=5.1,
             k_ns_per_kv_token=99.0,
             kv_tokens=300_000,
+            cold_start_s=95.0,
         ),
         Profile(
             name="8b-h200",
@@ -156,6 +165,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=1.06,
             k_ns_per_kv_token=53.0,
             kv_tokens=800_000,
+            cold_start_s=58.0,
         ),
         Profile(
             name="32b-h200x2",
@@ -165,6 +175,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=1.6,
             k_ns_per_kv_token=42.0,
             kv_tokens=718_000,
+            cold_start_s=95.0,
         ),
         Profile(
             name="70b-h200x4",
@@ -183,6 +194,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=0.77,
             k_ns_per_kv_token=12.9,
             kv_tokens=2_030_000,
+            cold_start_s=423.0,
         ),
         Profile(
             name="8b-l40s",
@@ -192,6 +204,7 @@ PROFILES: dict[str, Profile] = {
             a_ns_per_pair=2.9,
             k_ns_per_kv_token=295.0,
             kv_tokens=161_000,
+            cold_start_s=58.0,
         ),
     )
 }

@@ -151,6 +151,10 @@ class Bus:
             self._whole.setdefault(node.service, []).append(node)
         self._static.clear()
 
+    def place_instance(self, name: str, site: str) -> None:
+        """An instance that the fleet file does not name: what concerns it goes to this site's TokenPilot."""
+        self._instance_site[name] = site
+
     def leave(self, node: Node) -> None:
         """A gateway's process is gone."""
         node.alive = False

@@ -3,15 +3,41 @@
 Decides nothing about how anybody reacts.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
-from tokenfleet.simulator.scenario import Fault
+from tokenfleet.simulator.bus import Bus
+from tokenfleet.simulator.instances import SimulatedInstance
+from tokenfleet.simulator.loop import Loop
+from tokenfleet.simulator.scenario import Fault, Scenario
 
-if TYPE_CHECKING:
-    from tokenfleet.simulator.world import World
+
+class Mortal(Protocol):
+    """A gateway, as far as faults know it."""
+
+    def die(self) -> None:
+        """Killed with everything it had open."""
 
 
-def plan_faults(world: "World") -> None:
+class Stage(Protocol):
+    """A run, as far as faults know it."""
+
+    scenario: Scenario
+    loop: Loop
+    bus: Bus
+    #: when the scenario's time begins
+    zero_ms: float
+    instances: dict[str, SimulatedInstance]
+
+    @property
+    def entries(self) -> Mapping[str, Mortal]:
+        """Gateways by site."""
+
+    def restart_gateway(self, site: str) -> None:
+        """A new process under the old name."""
+
+
+def plan_faults(world: Stage) -> None:
     """Put every fault's beginning and end on the clock; times count from the first second of the scenario."""
     for fault in world.scenario.faults:
         begin_ms = world.zero_ms + fault.at_s * 1000.0
@@ -19,7 +45,7 @@ def plan_faults(world: "World") -> None:
         world.loop.at(begin_ms + fault.for_s * 1000.0, _end, world, fault)
 
 
-def _begin(world: "World", fault: Fault) -> None:
+def _begin(world: Stage, fault: Fault) -> None:
     until_ms = world.loop.now_ms + fault.for_s * 1000.0
     match fault.kind:
         case "engine_down":
@@ -42,7 +68,7 @@ def _begin(world: "World", fault: Fault) -> None:
             world.entries[fault.target].die()
 
 
-def _end(world: "World", fault: Fault) -> None:
+def _end(world: Stage, fault: Fault) -> None:
     match fault.kind:
         case "engine_down":
             world.instances[fault.target].come_up()

@@ -53,6 +53,8 @@ def perturbed(base: Profile, spec: EngineSpec) -> Profile:
         t_w_ms=base.t_w_ms * spec.t_w,
         t_fix_ms=base.t_fix_ms * spec.t_fix,
         api_delay_ms=base.api_delay_ms * spec.api_delay,
+        per_sequence_us=base.per_sequence_us * spec.per_sequence,
+        kv_tokens=int(base.kv_tokens * spec.kv_tokens),
         block_tokens=spec.block_tokens,
     )
 
@@ -87,6 +89,10 @@ class SimulatedInstance:
         self.incarnation = 1
         self.revision = 0
         self.up = True
+        #: why it is not up, as its agent says it
+        self.reason = ""
+        #: finishes what it has and takes nothing new
+        self.draining = False
         self.stalled = False
         self.slowdown = 1.0
         #: until when its agent says nothing of it
@@ -96,6 +102,43 @@ class SimulatedInstance:
         #: tokens that left the engine, over all incarnations
         self.tokens_total = 0
         self.engine = Engine(self.profile, scheduling=spec.scheduling)
+        #: since when it occupies its accelerators; None: it does not
+        self._occupied_ms: float | None = loop.now_ms
+        self._gpu_ms = 0.0
+
+    # ------------------------------------------------------------------------------------------ replicas
+
+    def start(self, cold_ms: float) -> None:
+        """Begin as a new replica: it occupies its accelerators now and answers after its cold start, cache empty."""
+        self.up, self.draining, self.reason = False, False, "starting"
+        self._due_ms = None
+        self._occupied_ms = self._loop.now_ms
+        self._loop.at(self._loop.now_ms + cold_ms, self._started, self._occupied_ms)
+
+    def _started(self, since_ms: float) -> None:
+        if since_ms == self._occupied_ms and not self.up and self.reason == "starting":
+            self.come_up()
+
+    def drain(self) -> None:
+        """Take nothing new; `stop` it when it is empty."""
+        self.draining = True
+
+    def stop(self) -> None:
+        """The replica is gone and its accelerators are free; whatever it still had breaks."""
+        self.go_down("draining")
+        if self._occupied_ms is not None:
+            self._gpu_ms += (self._loop.now_ms - self._occupied_ms) * max(1, self.declared.gpus)
+            self._occupied_ms = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it occupies nothing."""
+        return self._occupied_ms is None
+
+    def gpu_ms(self) -> float:
+        """GPU-time that it has cost until now, cold starts included, whatever it did with it."""
+        now = 0.0 if self._occupied_ms is None else self._loop.now_ms - self._occupied_ms
+        return self._gpu_ms + now * max(1, self.declared.gpus)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -180,8 +223,9 @@ class SimulatedInstance:
 
     # ------------------------------------------------------------------------------------------ faults
 
-    def go_down(self) -> None:
+    def go_down(self, reason: str = "unreachable") -> None:
         """The process dies: every connection breaks, the cache is gone."""
+        self.reason = reason
         if not self.up:
             return
         self.up = False
@@ -196,7 +240,9 @@ class SimulatedInstance:
 
     def come_up(self) -> None:
         """A new process answers, with an empty cache."""
-        self.up = True
+        if self.stopped:
+            return
+        self.up, self.reason = True, ""
         self.incarnation += 1
         self.engine = Engine(self.profile, scheduling=self._spec.scheduling)
         self.engine.slowdown = self.slowdown
@@ -236,7 +282,8 @@ class SimulatedInstance:
             model=declared.model,
             version=declared.version,
             ready=self.up,
-            reason="" if self.up else "unreachable",
+            reason="draining" if self.draining else self.reason,
+            draining=self.draining,
             endpoint_url=declared.url,
             credential=declared.credential,
             routable_from=declared.routable_from,

@@ -106,6 +106,7 @@ class ProfileSpec(Table, frozen=True, kw_only=True):
     kv_tokens: int
     token_budget: int = 2048
     max_sequences: int = 256
+    cold_start_s: float = 155.0
 
 
 class BusSpec(Table, frozen=True, kw_only=True):
@@ -142,6 +143,11 @@ class EngineSpec(Table, frozen=True, kw_only=True):
     t_w: float = 1.0
     t_fix: float = 1.0
     api_delay: float = 1.0
+    per_sequence: float = 1.0
+    #: on the KV capacity, which engines report as it is
+    kv_tokens: float = 1.0
+    #: on the time that a new replica takes until it answers
+    cold_start: float = 1.0
     scheduling: Literal["fcfs", "priority"] = "priority"
     #: tokens of a KV block (vLLM: 16); larger ones make long prompts cheaper to simulate and hits a little shorter
     block_tokens: int = 16
@@ -397,7 +403,7 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
     expect(raw.agents.every_s > 0 and raw.agents.late_ms >= 0, "agents: every_s > 0 and late_ms >= 0")
     expect(raw.agents.rate_error > 0, "agents.rate_error must be positive")
     expect(raw.gateways.lease_s > 0, "gateways.lease_s must be positive")
-    for key in ("c", "a", "k", "t_w", "t_fix", "api_delay"):
+    for key in ("c", "a", "k", "t_w", "t_fix", "api_delay", "per_sequence", "kv_tokens", "cold_start"):
         expect(getattr(raw.engines, key) > 0, f"engines.{key} must be positive")
     block = raw.engines.block_tokens
     expect(block in (16, 32, 64, 128, 256, 512), f"engines.block_tokens cannot be {block}")

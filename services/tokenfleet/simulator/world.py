@@ -13,13 +13,13 @@ import msgspec
 from tokenfleet.accountant.core import Accountant
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.engine_model import PROFILES, Sequence
-from tokenfleet.fleet import Fleet
+from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.gateway.core import Gateway
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
 from tokenfleet.replay.records import Outcome, Record
 from tokenfleet.simulator.arrivals import Arrival, draw
 from tokenfleet.simulator.bus import Bus, Node
-from tokenfleet.simulator.errors import InvariantError
+from tokenfleet.simulator.errors import InvariantError, SimulationError
 from tokenfleet.simulator.faults import plan_faults
 from tokenfleet.simulator.instances import SimulatedInstance, Work
 from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
@@ -324,14 +324,13 @@ class World:
         self._on_progress = on_progress
         #: called every virtual second, for tests
         self._probe = probe
-        profiles = {**PROFILES, **scenario.profiles}
         self.instances = {
-            name: SimulatedInstance(self.loop, self.fleet, site, name, declared, scenario.engines, profiles)
+            name: self._instance(site, name, declared)
             for site, one in self.fleet.sites.items()
             for name, declared in one.instances.items()
         }
-        for instance in self.instances.values():
-            instance.prefill_tokens_per_s *= scenario.agents.rate_error
+        #: what each site's agent looks after
+        self._agents: dict[str, list[SimulatedInstance]] = {}
         self._finals: dict[str, int] = {}
         self._join_services()
         self.entries = {name: Entry(self, name, 1) for name, site in self.fleet.sites.items() if site.entry}
@@ -367,22 +366,78 @@ class World:
             for scope in core.scopes():
                 self.bus.publish(core.mark(scope, 1, self.loop.now_ms), node.site, durable=True)
 
-    def _start_agents(self) -> None:
-        by_site: dict[str, list[SimulatedInstance]] = {}
-        for instance in self.instances.values():
-            by_site.setdefault(instance.site, []).append(instance)
-        for number, (site, instances) in enumerate(sorted(by_site.items())):
-            # Agents of different sites are not in step with each other.
-            self.loop.at(START_MS + 100.0 + 37.0 * number, self._sample, site, instances)
+    def _instance(self, site: str, name: str, declared: Instance) -> SimulatedInstance:
+        scenario = self.scenario
+        profiles = {**PROFILES, **scenario.profiles}
+        made = SimulatedInstance(self.loop, self.fleet, site, name, declared, scenario.engines, profiles)
+        made.prefill_tokens_per_s *= scenario.agents.rate_error
+        return made
 
-    def _sample(self, site: str, instances: list[SimulatedInstance]) -> None:
-        now_ms, late_ms = self.loop.now_ms, self.scenario.agents.late_ms
+    def _start_agents(self) -> None:
+        for instance in self.instances.values():
+            self._agents.setdefault(instance.site, []).append(instance)
+        for number, site in enumerate(sorted(self._agents)):
+            # Agents of different sites are not in step with each other.
+            self.loop.at(START_MS + 100.0 + 37.0 * number, self._sample, site)
+
+    def _sample(self, site: str) -> None:
+        now_ms, late_ms, instances = self.loop.now_ms, self.scenario.agents.late_ms, self._agents[site]
+        for one in instances:
+            if one.draining and not one.open:
+                one.stop()
         reports = [one.report(now_ms, late_ms) for one in instances if one.silent_until_ms <= now_ms]
+        self._agents[site] = [one for one in instances if not one.stopped]
         self.loop.at(now_ms + late_ms, self._say_capacity, site, reports)
-        self.loop.at(now_ms + self.scenario.agents.every_s * 1000.0, self._sample, site, instances)
+        self.loop.at(now_ms + self.scenario.agents.every_s * 1000.0, self._sample, site)
 
     def _say_capacity(self, site: str, reports: list[CapacityReported]) -> None:
         self.bus.publish_together(reports, site)
+
+    # ------------------------------------------------------------------ replicas
+
+    def add_instance(self, site: str, name: str, declared: Instance, *, cold_start_ms: float | None = None) -> None:
+        """Start a replica that the fleet file does not declare; it serves after its cold start (None: its profile's).
+
+        Raises `SimulationError` where the name is taken, or where the site declares nothing of its model version:
+        no TokenPilot would look after it.
+        """
+        if name in self.instances:
+            raise SimulationError(f"there is an instance {name!r} already")
+        if (declared.model, declared.version) not in self.fleet.pools(site):
+            raise SimulationError(f"site {site!r} has no pool of {declared.model}@{declared.version}")
+        self.instances[name] = self._instance(site, name, declared)
+        self.bus.place_instance(name, site)
+        self._start(self.instances[name], cold_start_ms)
+
+    def drain_instance(self, name: str) -> None:
+        """Take a replica out: nothing new goes there, and when it is empty its accelerators are free."""
+        self.instances[name].drain()
+
+    def start_instance(self, name: str, *, cold_start_ms: float | None = None) -> None:
+        """Start a replica again that was stopped; one that still drains goes on at once, without a cold start."""
+        instance = self.instances[name]
+        if instance.stopped:
+            self._start(instance, cold_start_ms)
+        else:
+            instance.draining = False
+
+    def stop_instance(self, name: str) -> None:
+        """Take a replica away at once, with all it had open; before the first arrival: it never was there."""
+        self.instances[name].stop()
+
+    def _start(self, instance: SimulatedInstance, cold_start_ms: float | None) -> None:
+        factor = self.scenario.engines.cold_start
+        instance.start(instance.profile.cold_start_s * 1000.0 * factor if cold_start_ms is None else cold_start_ms)
+        looked_after = self._agents.setdefault(instance.site, [])
+        if instance not in looked_after:
+            looked_after.append(instance)
+
+    def gpu_hours(self) -> dict[str, float]:
+        """What each site's replicas have occupied until now, cold starts included."""
+        found = dict.fromkeys(self.fleet.sites, 0.0)
+        for instance in self.instances.values():
+            found[instance.site] += instance.gpu_ms() / 3_600_000.0
+        return found
 
     def _record(self, arrival: Arrival) -> Record:
         return Record(
