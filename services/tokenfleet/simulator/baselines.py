@@ -19,11 +19,12 @@ from tokenfleet.eligibility import fraction
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.policy import Move, Ranking, move, rank
 from tokenfleet.fleetmind.state import Road, State
+from tokenfleet.simulator.gates import GatedPilot, gate_named, split_filters
 from tokenfleet.slomax.policy import Choice, Level, fits
 from tokenfleet.slomax.state import Held
 from tokenfleet.slomax.state import Pool as HeldPool
 from tokenfleet.tokenpilot.core import TokenPilot
-from tokenfleet.tokenpilot.policy import Candidate, Situation, least_work
+from tokenfleet.tokenpilot.policy import FILTERS, Candidate, Filter, Situation, least_work
 from tokenfleet.tokenpilot.state import Pool, Waiting
 from tokenfleet_schemas.placement import Considered
 
@@ -184,8 +185,10 @@ def best(rule: Rule, situation: Situation, candidates: Sequence[Candidate]) -> C
 class ImmediatePilot(TokenPilot):
     """A TokenPilot that asks a rule and dispatches at once, room or not, as routers without a queue do."""
 
-    def __init__(self, fleet: Fleet, site: str, *, replica: str, rule: Rule) -> None:
-        super().__init__(fleet, site, replica=replica)
+    def __init__(
+        self, fleet: Fleet, site: str, *, replica: str, rule: Rule, filters: Sequence[Filter] = FILTERS
+    ) -> None:
+        super().__init__(fleet, site, replica=replica, filters=filters)
         self.rule = rule
 
     def _at_once(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
@@ -222,16 +225,25 @@ class WithRoom:
         return best(self.rule, situation, [c for c in candidates if not c.lacks])
 
 
-def pilot(placement: str, fleet: Fleet, site: str, replica: str) -> TokenPilot:
-    """The TokenPilot of a site under a placement's name: the live rule, a baseline, or one with our queue."""
+def pilot(placement: str, admission: str, fleet: Fleet, site: str, replica: str) -> TokenPilot:
+    """The TokenPilot of a site under a placement's name: the live rule, a baseline, or one with our queue.
+
+    Under an admission that works at the router it is gated, or has its part of the instances.
+    """
     name, _, queue = placement.partition("+")
     rule = RULES.get(name)
+    gate = gate_named(admission)
+    if gate is not None:
+        if rule is None:
+            return GatedPilot(fleet, site, replica=replica, gate=gate)
+        return GatedPilot(fleet, site, replica=replica, gate=gate, scorer=least_work, picker=WithRoom(rule))
+    filters = split_filters(fleet, site) if admission == "split" else FILTERS
     if rule is None or (not queue and name == fleet.policy.placement):
-        return TokenPilot(fleet, site, replica=replica)
+        return TokenPilot(fleet, site, replica=replica, filters=filters)
     if queue:
         picker = HoldForBest(rule) if queue == "hold" else WithRoom(rule)
-        return TokenPilot(fleet, site, replica=replica, scorer=least_work, picker=picker)
-    return ImmediatePilot(fleet, site, replica=replica, rule=rule)
+        return TokenPilot(fleet, site, replica=replica, filters=filters, scorer=least_work, picker=picker)
+    return ImmediatePilot(fleet, site, replica=replica, filters=filters, rule=rule)
 
 
 # ---------------------------------------------------------------------------------------------- which site

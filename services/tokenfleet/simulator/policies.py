@@ -4,7 +4,8 @@ Decides only what a name means. A name is `placement`, or `placement/sites/admis
 default of the policy `tokenfleet` (`predicted-latency/home-first/pools`). A baseline's placement is that rule alone,
 with `+queue` the rule inside our holds and releases, with `+hold` one that waits for its best instance. Admissions
 `fcfs`, `edf`, `sjf`, `feasible-edf` and `priced-edf` let everybody in and order what is held by that one rule; `static`
-is ours with the classes' shares as configured.
+is ours with the classes' shares as configured. `concurrency` (or `concurrency-N`) and `gate` hold at the router what an
+instance, or a saturated pool, may not have; `split` gives each class its own instances.
 
 After a name, `@frozen=SECONDS` stops all feedback at that time of the run (`frozen`), and `@shares=CLASS:SHARE,…` are
 classes' shares of every pool in place of the configured ones, fixed for the whole run.
@@ -19,12 +20,15 @@ from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.simulator.baselines import ORDERS, RULES, SITE_RULES, pilot, stay
 from tokenfleet.simulator.errors import UnknownPolicyError
 from tokenfleet.simulator.frozen import FrozenPilot, FrozenSLOMax
+from tokenfleet.simulator.gates import Bands, Gate, Split, gate_named
 from tokenfleet.simulator.loop import ZERO_MS
 from tokenfleet.slomax.core import SLOMax
+from tokenfleet.slomax.policy import Chooser
 from tokenfleet.tokenpilot.core import TokenPilot
+from tokenfleet.tokenpilot.policy import AT_ONCE
 
 SITES = ("home-first", "round-robin", *SITE_RULES)
-ADMISSIONS = ("pools", "static", "none", *ORDERS)
+ADMISSIONS = ("pools", "static", "none", "concurrency", "gate", "split", *ORDERS)
 #: placement rules of the live TokenPilot
 LIVE_PLACEMENTS = ("predicted-latency", "least-work", "round-robin", "least-requests")
 
@@ -49,13 +53,21 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     #: class → its share in every pool instead of the configured one; empty: as configured, and moved by feedback
     shares: dict[str, float] = {}
 
+    @property
+    def gate(self) -> Gate | None:
+        """What keeps requests at the router, if anything does."""
+        return gate_named(self.admission)
+
     def applied(self, fleet: Fleet) -> Fleet:
         """The fleet under this policy; a rule that dispatches at once has the live round robin's place."""
-        others = "round-robin" if self.placement in RULES else "least-work"
+        gated = self.gate is not None
+        others = "round-robin" if self.placement in RULES and not gated else "least-work"
+        # What dispatches at once asks no gate: under one, its rule picks among those that are open.
+        live = [name for name in LIVE_PLACEMENTS if not gated or name not in AT_ONCE]
         tables: dict[str, Any] = {
-            "placement": self.placement if self.placement in LIVE_PLACEMENTS else others,
+            "placement": self.placement if self.placement in live else others,
             "sites": "home-first" if self.sites in SITE_RULES else self.sites,
-            "admission": "none" if self.admission in ORDERS else self.admission.replace("static", "pools"),
+            "admission": "pools" if self.admission in ("pools", "static") else "none",
             "feedback": "off" if self.admission == "static" or self.shares else fleet.policy.feedback,
         }
         unknown = set(self.shares) - set(fleet.classes)
@@ -70,7 +82,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     def tokenpilot(self, fleet: Fleet, site: str, replica: str) -> TokenPilot:
         """The TokenPilot of a site under this policy."""
         if self.frozen_s is None:
-            return pilot(self.placement, fleet, site, replica)
+            return pilot(self.placement, self.admission, fleet, site, replica)
         frozen = FrozenPilot(fleet, site, replica=replica)
         frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
         return frozen
@@ -84,12 +96,16 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def slomax(self, fleet: Fleet, replica: str) -> SLOMax:
         """SLOMax under this policy."""
-        order = ORDERS.get(self.admission)
-        if self.frozen_s is None:
-            return SLOMax(fleet, replica=replica) if order is None else SLOMax(fleet, replica=replica, choose=order)
-        frozen = FrozenSLOMax(fleet, replica=replica)
-        frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
-        return frozen
+        if self.frozen_s is not None:
+            frozen = FrozenSLOMax(fleet, replica=replica)
+            frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
+            return frozen
+        order: Chooser | None = ORDERS.get(self.admission)
+        if self.gate is not None:
+            order = Bands()
+        elif self.admission == "split":
+            order = Split(fleet)
+        return SLOMax(fleet, replica=replica) if order is None else SLOMax(fleet, replica=replica, choose=order)
 
 
 def known() -> list[str]:
@@ -107,7 +123,10 @@ def choose(name: str) -> Choice:
     placement, sites, admission = placement or "predicted-latency", sites or "home-first", admission or "pools"
     rule, plus, queue = placement.partition("+")
     sound = rule in RULES and queue in ("queue", "hold") if plus else rule in RULES or rule in LIVE_PLACEMENTS
-    if not sound or sites not in SITES or admission not in ADMISSIONS:
+    gate = gate_named(admission)
+    if gate is not None and placement == "round-robin":
+        sound = False  # its turn is no rule that could pick among those that are open
+    if not sound or sites not in SITES or (admission not in ADMISSIONS and gate is None):
         raise UnknownPolicyError(name, known())
     frozen_s, shares = _options(name, options)
     if (frozen_s is not None or shares) and (placement not in LIVE_PLACEMENTS or admission not in ("pools", "static")):
