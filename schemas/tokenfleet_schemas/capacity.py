@@ -17,7 +17,7 @@ class CapacityReported(Event, frozen=True, kw_only=True, tag="tokenfleet.capacit
     #: exact version that the engine says it serves; empty: unknown, not eligible
     version: str
     ready: bool
-    #: why it is not ready: starting, unreachable, unhealthy, stalled, version_mismatch, draining
+    #: why it is not ready: starting, unreachable, unhealthy, stalled, version_mismatch, draining, stopped (by a plan)
     reason: str = ""
     draining: bool = False
     endpoint_url: str

@@ -37,6 +37,7 @@ _SERVICES = {
     "tokenpilot": "On which instance of a site, and how much room each has.",
     "gateway": "What the client sent and saw.",
     "accountant": "Whether it complied; goodput.",
+    "operator": "A person with the admin's rights, or what acts for one: `tokenfleet reserve`.",
     "subscriber": "Anybody who reads the public streams.",
 }
 

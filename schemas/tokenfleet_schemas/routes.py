@@ -28,7 +28,14 @@ from tokenfleet_schemas.placement import (
 )
 from tokenfleet_schemas.plan import PlanApplied, PlanIssued
 from tokenfleet_schemas.request import RequestReceived
-from tokenfleet_schemas.reservation import ReservationGranted, ReservationRevoked
+from tokenfleet_schemas.reservation import (
+    ReservationGranted,
+    ReservationOwned,
+    ReservationRefused,
+    ReservationRequested,
+    ReservationRevoked,
+    ReservationWithdrawn,
+)
 from tokenfleet_schemas.room import RoomDeclined, RoomOffered
 from tokenfleet_schemas.tokens import NONE, slug
 
@@ -132,10 +139,14 @@ ROUTES: tuple[Route, ...] = (
         durable=True,
     ),
     _route(GoodputMeasured, "service_class", "accountant", "slomax fleetmind tokenpilot subscriber"),
-    _route(PlanIssued, "", "fleetmind", "siteagent", durable=True),
+    _route(PlanIssued, "", "fleetmind", "siteagent fleetmind", durable=True),
     _route(PlanApplied, "", "siteagent", "fleetmind"),
+    _route(ReservationRequested, "reservation", "operator", "fleetmind", durable=True),
+    _route(ReservationWithdrawn, "reservation", "operator", "fleetmind", durable=True),
     _route(ReservationGranted, "reservation", "fleetmind", "fleetmind slomax", durable=True),
+    _route(ReservationRefused, "reservation", "fleetmind", "fleetmind operator", durable=True),
     _route(ReservationRevoked, "reservation", "fleetmind", "fleetmind slomax", durable=True),
+    _route(ReservationOwned, "", "fleetmind", "fleetmind", model=""),
     _route(GatewayLeased, "gateway", "gateway", "tokenpilot slomax fleetmind accountant", model=""),
     _route(KvChanged, "instance", "siteagent", "tokenpilot"),
     _route(KvRequested, "instance", "tokenpilot", "siteagent"),

@@ -7,7 +7,8 @@ takes the file's bytes.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -70,6 +71,62 @@ class Classification(Table, frozen=True, kw_only=True):
     batch_output_tokens: int = 0
 
 
+class Planning(Table, frozen=True, kw_only=True):
+    """`[planning]`: FleetMind's long cycle. Seconds are of the fleet's own time: see `time_scale`."""
+
+    #: `on` issues replica targets to the sites that have an actuator; `off` leaves every site as it is
+    mode: Literal["off", "on"] = "off"
+    #: between two plans, s; at least 60
+    every_s: float = 60.0
+    #: what it takes until a started replica serves, where neither instance nor profile says so, s
+    cold_start_s: float = 155.0
+    #: a draining replica is stopped after this with what it still has, s
+    drain_s: float = 300.0
+    #: part of a replica's sustainable work that is planned with
+    utilisation: float = 0.85
+    #: standard deviations of the load in progress that are kept free
+    burst: float = 1.0
+    #: demand repeats itself after this, s, in so many bins
+    season_s: float = 86_400.0
+    season_bins: int = 96
+    #: model → replicas over the fleet that run without demand too; 0, the default: scales to zero
+    min_replicas: dict[str, int] = {}
+    #: every duration of the long cycle divided by this: for fleets that live a day in minutes (tests, simulations)
+    time_scale: float = 1.0
+
+
+class Actuator(Table, frozen=True, kw_only=True):
+    """`[sites.NAME.actuator]`: how a site's agent starts and stops its instances; without it nobody does."""
+
+    #: `emulator`: the emulator's admin port. `command`: a program of the operator's. `vllm-sleep`: vLLM's sleep mode,
+    #: which frees the GPU and keeps the process. `kubernetes`: the scale of a StatefulSet per model version
+    kind: Literal["emulator", "command", "vllm-sleep", "kubernetes"]
+    #: command: the program and its arguments; `{action}` (start, stop), `{instance}`, `{model}`, `{version}`, `{url}`
+    command: tuple[str, ...] = ()
+    #: vllm-sleep: 1 keeps the weights in memory, 2 drops them
+    sleep_level: int = 1
+    #: kubernetes: URL of its API; empty: the one that a pod finds in its environment
+    api_url: str = ""
+    namespace: str = "default"
+    #: kubernetes: name of the StatefulSet; `{model}`, `{version}`, `{site}`
+    stateful_set: str = "{model}-{version}"
+    #: an actuator that answers later has failed, s
+    timeout_s: float = 30.0
+
+
+class Promise(Table, frozen=True, kw_only=True):
+    """`[reservations.NAME]`: capacity for a tenant or a class; asked for as `tokenfleet reserve` does."""
+
+    site: str
+    model: str
+    tenant: str = ""
+    service_class: str = ""
+    gpu_seconds_per_s: float
+    #: with offset: 2026-12-01T20:00:00Z
+    begin: datetime
+    end: datetime
+
+
 class Instance(Table, frozen=True, kw_only=True):
     """One engine replica: `[sites.X.instances.NAME]`. Names are unique over the fleet."""
 
@@ -94,6 +151,8 @@ class Instance(Table, frozen=True, kw_only=True):
     profile: str = ""
     #: emulator only: its admin port (faults on command); 0 picks a free one
     admin_port: int = 0
+    #: from the beginning of its start until it serves, s; 0: as the profile says, else `planning.cold_start_s`
+    cold_start_s: float = 0.0
 
 
 class Site(Table, frozen=True, kw_only=True):
@@ -109,6 +168,7 @@ class Site(Table, frozen=True, kw_only=True):
     load_ceiling: float = 0.85
     #: what an hour of one GPU costs here, in any one currency, for reports; null: unknown
     gpu_hour_price: float | None = None
+    actuator: Actuator | None = None
     instances: dict[str, Instance] = {}
 
 
@@ -188,6 +248,8 @@ class _File(Table, frozen=True, kw_only=True):
     tenants: dict[str, Tenant] = {}
     #: round-trip times between sites, ms: `[network.rtt_ms]  a-b = 5`
     network: dict[str, dict[str, float]] = {}
+    planning: Planning = Planning()
+    reservations: dict[str, Promise] = {}
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -201,6 +263,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tenants: dict[str, Tenant]
     rtt: dict[tuple[str, str], float]
     classification: Classification = Classification()
+    planning: Planning = Planning()
+    reservations: dict[str, Promise] = {}
 
     def objectives(self, tenant: str, service_class: str) -> ServiceClass:
         """What a tenant is promised in a class: the class, with the tenant's own numbers where it has them.
@@ -411,6 +475,7 @@ def _check(raw: _File) -> Fleet:
             continue
         expect(value >= 0, f"network.rtt_ms.{pair} must not be negative")
         rtt[ends] = value
+    findings += _check_planning(raw)
     if findings:
         raise FleetError(findings)
     return Fleet(
@@ -422,7 +487,64 @@ def _check(raw: _File) -> Fleet:
         tenants=raw.tenants,
         rtt=rtt,
         classification=raw.classification,
+        planning=raw.planning,
+        reservations=raw.reservations,
     )
+
+
+def _check_planning(raw: _File) -> Iterator[str]:
+    plan = raw.planning
+    for key in ("cold_start_s", "drain_s", "burst"):
+        if not 0 <= getattr(plan, key) < float("inf"):
+            yield f"planning.{key} must not be negative"
+    if plan.every_s < 60:
+        yield "planning.every_s must be at least 60: engines take minutes to start"
+    if not 0 < plan.utilisation <= 1:
+        yield "planning.utilisation must be in (0, 1]"
+    if not 0 < plan.time_scale < float("inf"):
+        yield "planning.time_scale must be positive"
+    if not 2 <= plan.season_bins <= 1_440 or plan.season_s < plan.season_bins * plan.every_s:
+        yield "planning: a season has 2 to 1440 bins, none shorter than every_s"
+    for model, count in plan.min_replicas.items():
+        if model not in raw.models or count < 0:
+            yield f"planning.min_replicas.{model}: no such model, or a negative number"
+    for name, site in raw.sites.items():
+        one = site.actuator
+        if one is None:
+            continue
+        at = f"sites.{name}.actuator"
+        if (one.kind == "command") != bool(one.command):
+            yield f"{at}.command belongs to kind 'command', and it needs one"
+        if one.sleep_level not in (1, 2):
+            yield f"{at}.sleep_level is 1 or 2"
+        if not 0 < one.timeout_s <= 600:
+            yield f"{at}.timeout_s must be in (0, 600]"
+        for field, words in (("command", one.command), ("stateful_set", (one.stateful_set,))):
+            for word in words:
+                try:
+                    word.format(action="", instance="", model="", version="", url="", site="")
+                except (KeyError, IndexError, ValueError):
+                    yield f"{at}.{field}: {word!r} names something unknown in braces"
+    for name, promise in raw.reservations.items():
+        at = f"reservations.{name}"
+        if not SLUG_PATTERN.match(name):
+            yield f"{at}: not a usable name"
+        if promise.begin.tzinfo is None or promise.end.tzinfo is None:
+            yield f"{at}: begin and end need an offset, such as 2026-12-01T20:00:00Z"
+        elif promise.begin >= promise.end:
+            yield f"{at}.end must be after its begin"
+        if promise.gpu_seconds_per_s <= 0:
+            yield f"{at}.gpu_seconds_per_s must be positive"
+        for kind, what, names in (
+            ("site", promise.site, raw.sites),
+            ("model", promise.model, raw.models),
+            ("tenant", promise.tenant or None, raw.tenants),
+            ("class", promise.service_class or None, raw.classes),
+        ):
+            if what is not None and what not in names:
+                yield f"{at}: unknown {kind} {what!r}"
+        if not promise.tenant and not promise.service_class:
+            yield f"{at}: name a tenant, a class, or both"
 
 
 def _split_pair(pair: str, sites: Mapping[str, Any]) -> tuple[str, str] | None:

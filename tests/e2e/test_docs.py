@@ -378,7 +378,17 @@ def test_the_annotated_fleet_file_says_the_true_defaults() -> None:
 def test_the_annotated_fleet_file_has_every_key() -> None:
     """A key that the file does not show is found by nobody."""
     text = ANNOTATED.read_text(encoding="utf-8")
-    for struct in (fleets.FleetInfo, fleets.Policy, fleets.Site, fleets.Instance, fleets.Model, fleets.ServiceClass):
+    for struct in (
+        fleets.FleetInfo,
+        fleets.Policy,
+        fleets.Site,
+        fleets.Instance,
+        fleets.Model,
+        fleets.ServiceClass,
+        fleets.Planning,
+        fleets.Actuator,
+        fleets.Promise,
+    ):
         for key in struct.__struct_fields__:
             assert re.search(rf"(?m)^{key} = |^\[\w+\.[\w-]+\.{key}\b", text), f"{struct.__name__}.{key}"
     for key in fleets.Tenant.__struct_fields__:

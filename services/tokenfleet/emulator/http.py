@@ -454,6 +454,13 @@ def _reset(request: web.BaseRequest) -> None:
     transport.abort()
 
 
+class _Power(msgspec.Struct, frozen=True, kw_only=True):
+    """An order posted to `/power`."""
+
+    on: bool
+    cold_start_ms: float = 0.0
+
+
 class AdminApi:
     """Faults on command, and what the instance really did. Not for production traffic: no authentication."""
 
@@ -465,6 +472,7 @@ class AdminApi:
         """Path → method → handler."""
         return {
             "/faults": {"GET": self._list, "POST": self._post},
+            "/power": {"POST": self._power},
             "/state": {"GET": self._state},
             "/requests": {"GET": self._received},
         }
@@ -479,6 +487,14 @@ class AdminApi:
             return _answer(msgspec.json.encode({"error": str(error)}), 400)
         await self._instance.apply(fault)
         return _answer(msgspec.json.encode({"active": self._instance.faults.active()}))
+
+    async def _power(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            order = msgspec.json.decode(await request.read(), type=_Power)
+        except msgspec.DecodeError as error:
+            return _answer(msgspec.json.encode({"error": str(error)}), 400)
+        await self._instance.power(on=order.on, cold_start_s=order.cold_start_ms / 1000.0)
+        return _answer(msgspec.json.encode({"powered": self._instance.powered}))
 
     async def _state(self, request: web.BaseRequest) -> web.StreamResponse:
         state = self._instance.state()

@@ -111,6 +111,11 @@ class EmulatedInstance:
         self._frozen: bytes | None = None
         self._page: tuple[EngineStats, int, bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        #: switched on: its GPUs are taken, from the beginning of a start
+        self.powered = True
+        self._powered_since_s = loop.time()
+        self._powered_s = 0.0
+        self._starting: asyncio.Task[None] | None = None
         #: publishes the engine's KV events; None: it was started without them
         self.kv: kv_events.Publisher | None = None
         if settings.kv_events and kv_events.AVAILABLE:
@@ -277,16 +282,47 @@ class EmulatedInstance:
             self.listener.close_connections()
         self._begin()
 
+    async def power(self, *, on: bool, cold_start_s: float = 0.0) -> None:
+        """Switch the engine on or off, as its actuator orders; what it is already changes nothing.
+
+        Off closes the port and ends every request. On takes the GPUs at once and opens the port after `cold_start_s`,
+        with an empty cache: a new process.
+        """
+        if on == self.powered:
+            return
+        log.info("%s: switched %s", self.name, "on" if on else "off")
+        self.powered = on
+        if self._starting is not None:
+            self._starting.cancel()
+            self._starting = None
+        if on:
+            self._powered_since_s = self._loop.time()
+            self._begin()
+            if self.listener is not None:
+                self._starting = self._spawn(self._come_back(self.listener, cold_start_s))
+            return
+        self._powered_s += self._loop.time() - self._powered_since_s
+        self.fail_jobs()
+        if self.listener is not None:
+            await self.listener.pause()
+            self.listener.close_connections()
+
+    @property
+    def powered_s(self) -> float:
+        """How long its GPUs have been taken."""
+        return self._powered_s + (self._loop.time() - self._powered_since_s if self.powered else 0.0)
+
     async def _come_back(self, listener: Listener, down_s: float) -> None:
         await asyncio.sleep(down_s)
         self.started_unix_s = time.time()
         self._page = None
         await listener.resume()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._spawned)
+        return task
 
     def _spawned(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -343,6 +379,8 @@ class EmulatedInstance:
             "tokens_by_request": tokens,
             "open_requests": len(self._jobs),
             "received_requests": self.received_total,
+            "powered": self.powered,
+            "powered_s": round(self.powered_s, 3),
             "engine": msgspec.to_builtins(stats),
             "faults": [msgspec.to_builtins(fault) for fault in self.faults.active()],
         }

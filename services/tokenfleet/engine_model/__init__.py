@@ -15,7 +15,7 @@ from tokenfleet.engine_model.engine import (
     SequenceTooLongError,
     StepPlan,
 )
-from tokenfleet.engine_model.profiles import PROFILES, Profile, UnknownProfileError, profile
+from tokenfleet.engine_model.profiles import PROFILES, Profile, UnknownProfileError, cold_start_s, profile
 
 __all__ = [
     "PROFILES",
@@ -29,5 +29,6 @@ __all__ = [
     "StepPlan",
     "UnknownProfileError",
     "block_hashes",
+    "cold_start_s",
     "profile",
 ]

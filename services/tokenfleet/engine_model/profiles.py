@@ -216,3 +216,9 @@ def profile(name: str) -> Profile:
     if found is None:
         raise UnknownProfileError(name)
     return found
+
+
+def cold_start_s(declared_s: float, profile_name: str, otherwise_s: float) -> float:
+    """From an instance's start until it serves, s: as declared, as its profile says, or as the fleet does."""
+    known = PROFILES.get(profile_name)
+    return declared_s or (known.cold_start_s if known is not None else otherwise_s)

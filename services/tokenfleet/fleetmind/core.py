@@ -14,6 +14,7 @@ from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import retry_after_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import policy
+from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, LongCycle
 from tokenfleet.fleetmind.state import INFINITY, TOMBSTONE_MS, Road, State
 from tokenfleet.offices import Offices
 from tokenfleet_schemas.admission import REASONS, AdmissionDecided, AdmissionOwned
@@ -61,6 +62,7 @@ class FleetMind:
         self.ranker, self.mover = ranker, mover
         self.state = State()
         self.offices = Offices(replica)
+        self.long = LongCycle(replica, self.offices)
         self._timers: list[tuple[float, str]] = []
         self._out: list[Effect] = []
         self._look_ms = 0.0
@@ -90,6 +92,7 @@ class FleetMind:
         if self.state.presence.hear(now_ms):
             self._renew(now_ms)
         fold = self._folds.get(type(message))
+        self._out += self.long.hear(self.fleet, self.state.capacity, message, now_ms)
         if fold is not None:
             fold(message, now_ms)
         return self._effects(now_ms)
@@ -110,15 +113,18 @@ class FleetMind:
         if now_ms >= self._move_ms and self._holds():
             self._move_ms = now_ms + MOVE_EVERY_MS
             self._move_held(now_ms)
+        self._out += self.long.wake(self.fleet, self.state.capacity, now_ms)
         return self._effects(now_ms)
 
     def scopes(self) -> tuple[str, ...]:
-        """Every model."""
-        return tuple(f"model:{name}" for name in self.fleet.models)
+        """Every model, and the long cycle."""
+        return (*(f"model:{name}" for name in self.fleet.models), PLAN_SCOPE)
 
     def mark(self, scope: str, term: int, now_ms: float) -> Event:
         """The mark that opens this replica's term for a model."""
         self.offices.issue(scope, term)
+        if scope == PLAN_SCOPE:
+            return self.long.mark(term, now_ms)
         return PlacementOwned(
             id=f"{scope}:owned:{term}",
             term=term,
@@ -148,7 +154,7 @@ class FleetMind:
 
     def snapshot(self) -> bytes:
         """The fold as msgpack."""
-        self.state.offices = dict(self.offices.marks)
+        self.state.offices, self.state.plan = dict(self.offices.marks), self.long.state
         return msgspec.msgpack.encode(self.state)
 
     def restore(self, data: bytes) -> None:
@@ -157,7 +163,7 @@ class FleetMind:
             self.state = msgspec.msgpack.decode(data, type=State)
         except msgspec.DecodeError as error:
             raise ValueError(f"no checkpoint of this version: {error}") from None
-        self.offices.marks = dict(self.state.offices)
+        self.offices.marks, self.long.state = dict(self.state.offices), self.state.plan
         self._timers = []
         for request_id, road in self.state.roads.items():
             self._arm(road.watch_until_ms, request_id)
@@ -177,6 +183,7 @@ class FleetMind:
             "held_requests": held,
             "booked_requests": booked,
             "pending_requests": asked,
+            **self.long.gauges(),
         }
 
     # ------------------------------------------------------------------ asking for a site
@@ -559,6 +566,9 @@ class FleetMind:
             wishes.append(self._move_ms)
         if self.state.closed:
             wishes.append(self._sweep_ms)
+        planning_ms = self.long.next_ms(self.fleet)
+        if planning_ms < INFINITY:
+            wishes.append(planning_ms)
         if wishes:
             out.append(WakeAt(max(min(wishes), now_ms)))
         return out

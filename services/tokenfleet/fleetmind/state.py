@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from tokenfleet.eligibility import CapacityView
+from tokenfleet.fleetmind.longcycle import PlanState
 from tokenfleet.offices import Office
 from tokenfleet.presence import Presence
 from tokenfleet_schemas.request import Ask
@@ -120,6 +121,7 @@ class State(msgspec.Struct):
     #: model and choice of sites → requests placed in turn (round robin)
     turns: dict[str, int] = {}
     offices: dict[str, Office] = {}
+    plan: PlanState = msgspec.field(default_factory=PlanState)
 
     def load(self, key: PoolKey) -> Load:
         found = self.loads.get(key)

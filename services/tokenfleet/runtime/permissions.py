@@ -41,7 +41,7 @@ SITE_SERVICES = ("siteagent", "tokenpilot")
 ENTRY_FAMILIES = frozenset({"request", "admission", "outcome", "gateway"})
 
 #: first part of the scopes whose leases a service may hold
-_OFFICES = {"tokenpilot": ("pool",), "slomax": ("admission", "release"), "fleetmind": ("model",)}
+_OFFICES = {"tokenpilot": ("pool",), "slomax": ("admission", "release"), "fleetmind": ("model", "plan")}
 #: offices without parts: one for the whole fleet
 _FLEET_OFFICES = {"accountant": ("goodput",)}
 _CHECKPOINTED = (*FLEET_SERVICES, *SITE_SERVICES)

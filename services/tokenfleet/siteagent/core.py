@@ -6,11 +6,22 @@ from statistics import median
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.siteagent import policy
+from tokenfleet.siteagent.actuation import Act, Action, Actuation
 from tokenfleet.siteagent.settings import Knobs
-from tokenfleet.siteagent.state import Path, ProbeTaken, Record, Sample
+from tokenfleet.siteagent.state import Actuated, Path, ProbeTaken, Record, Sample
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
-from tokenfleet_schemas.plan import PlanApplied, PlanIssued
+from tokenfleet_schemas.plan import PlanIssued
+
+#: what became of a plan is said again after this, changed or not, ms: a reader may have missed it
+APPLIED_MS = 60_000.0
+
+
+class Actuate(Effect, frozen=True, tag=True):
+    """Have an instance started or stopped, and hand the answer back as `Actuated`."""
+
+    instance: str
+    action: Action
 
 
 class SiteAgentCore:
@@ -27,11 +38,14 @@ class SiteAgentCore:
         self._wake_ms: float | None = None
         self.paths: dict[str, Path] = {}
         self.records = {name: Record(declared=one) for name, one in fleet.sites[site].instances.items()}
+        here = fleet.sites[site]
+        self.actuation = Actuation(site, dict(here.instances), here.actuator, fleet.planning)
+        self._applied_ms: dict[str, float] = {}
 
     # --- inputs ---------------------------------------------------------------------------------------------
 
     def handle(self, message: Event, now_ms: float) -> Iterable[Effect]:
-        """A sample, a probe, or a plan for this site."""
+        """A sample, a probe, a plan for this site, or an actuator's answer."""
         if isinstance(message, Sample):
             record = self.records.get(message.instance)
             if record is not None:
@@ -39,7 +53,11 @@ class SiteAgentCore:
         elif isinstance(message, ProbeTaken):
             yield from self._probed(message, now_ms)
         elif isinstance(message, PlanIssued) and message.site == self.site:
-            yield self._applied(message, now_ms)
+            if self.actuation.plan(message, now_ms):
+                self._applied_ms.pop(message.model, None)
+                yield from self._act(now_ms)
+        elif isinstance(message, Actuated):
+            yield from self._actuated(message, now_ms)
         yield from self._arm(now_ms)
 
     def wake(self, now_ms: float) -> Iterable[Effect]:
@@ -49,6 +67,7 @@ class SiteAgentCore:
             yield from self._judge(name, record, now_ms)
             if record.reported_ms is not None and now_ms >= self._due_ms(record):
                 yield self._report(name, record, now_ms)
+        yield from self._act(now_ms)
         yield from self._arm(now_ms)
 
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:
@@ -67,6 +86,8 @@ class SiteAgentCore:
         for name, one in declared.items():
             if name not in self.records:
                 self.records[name] = Record(declared=one)
+        self.actuation.reconfigure(dict(declared), site.actuator if site is not None else None, fleet.planning)
+        yield from self._act(now_ms)
         yield from self._arm(now_ms)
 
     def wants_identity(self, instance: str) -> bool:
@@ -79,7 +100,10 @@ class SiteAgentCore:
         ready: dict[tuple[tuple[str, str], ...], float] = {
             (("instance", name),): float(record.ready) for name, record in self.records.items()
         }
-        return {"siteagent_instance_ready": ready}
+        failing: dict[tuple[tuple[str, str], ...], float] = {
+            (("instance", name),): float(failed) for name, failed in self.actuation.failing().items()
+        }
+        return {"siteagent_instance_ready": ready, "siteagent_actuator_failing": failing}
 
     # --- instances ------------------------------------------------------------------------------------------
 
@@ -100,7 +124,9 @@ class SiteAgentCore:
                 record.identity = sample.identity
             record.was_healthy = record.was_healthy or sample.health == 200
         reported_ms = record.reported_ms
+        self._observe(sample.instance, record, now_ms)
         yield from self._judge(sample.instance, record, now_ms)
+        yield from self._act(now_ms)
         known = record.ready or record.reason
         if not known or record.reported_ms != reported_ms:
             return  # a first poll without an answer (what an earlier agent said still stands), or just said
@@ -146,7 +172,8 @@ class SiteAgentCore:
         """Decide readiness anew; say a change at once."""
         if record.sampled_ms is None:
             return
-        ready, reason = policy.verdict(record, now_ms, self.knobs, self._max_model_len(record))
+        said = policy.verdict(record, now_ms, self.knobs, self._max_model_len(record))
+        ready, reason = self.actuation.verdict(name, *said)
         if (ready, reason) == (record.ready, record.reason):
             return
         first = record.reported_ms is None
@@ -226,28 +253,39 @@ class SiteAgentCore:
             )
         )
 
-    def _applied(self, plan: PlanIssued, now_ms: float) -> Publish:
-        """Say what of a plan holds. This agent starts and stops no engines: whoever runs them does."""
-        replicas: dict[str, int] = {}
-        for record in self.records.values():
-            if record.declared.model == plan.model:
-                count = replicas.get(record.declared.version, 0)
-                replicas[record.declared.version] = count + int(record.ready)
-        short = [t.version for t in plan.targets if replicas.get(t.version, 0) != t.replicas]
-        return Publish(
-            PlanApplied(
-                id=f"{plan.id}:applied",
-                cause=plan.id,
-                time_unix_ms=int(now_ms),
-                site=self.site,
-                model=plan.model,
-                revision=plan.revision,
-                plan=plan.id,
-                ok=not short,
-                replicas=replicas,
-                detail=f"not as planned: {', '.join(short)}; engines are started by their operator" if short else "",
-            )
-        )
+    def _observe(self, name: str, record: Record, now_ms: float) -> None:
+        """Tell the actuation what its plan meets; an engine asleep answers and serves nobody."""
+        metrics = record.metrics
+        ready, _ = policy.verdict(record, now_ms, self.knobs, self._max_model_len(record))
+        inside = None
+        if metrics is not None and metrics.running is not None and record.silent_since_ms is None:
+            inside = metrics.running + (metrics.waiting or 0)
+        reachable = record.silent_since_ms is None or not record.refused
+        self.actuation.observe(name, ready=ready, reachable=reachable, open_requests=inside, now_ms=now_ms)
+
+    def _act(self, now_ms: float) -> Iterator[Effect]:
+        """Bring what is nearer to what is planned, and say what has become of the plans."""
+        for act in list(self.actuation.act(now_ms)):
+            yield from self._ask(act)
+        for name, record in self.records.items():
+            yield from self._judge(name, record, now_ms)
+        for model in self.actuation.plans:
+            again = now_ms - self._applied_ms.get(model, -APPLIED_MS) >= APPLIED_MS
+            applied = self.actuation.applied(model, now_ms, again=again)
+            if applied is not None:
+                self._applied_ms[model] = now_ms
+                yield Publish(applied)
+
+    def _ask(self, act: Act) -> Iterator[Effect]:
+        yield Note("actuator_asked", {"action": act.action}, {"instance": act.instance}, "info")
+        yield Actuate(act.instance, act.action)
+
+    def _actuated(self, message: Actuated, now_ms: float) -> Iterator[Effect]:
+        if not message.ok:
+            detail = {"instance": message.instance, "error": message.detail}
+            yield Note("actuator_failed", {"action": message.action}, detail, "error")
+        self.actuation.done(message.instance, message.action, ok=message.ok, detail=message.detail, now_ms=now_ms)
+        yield from self._act(now_ms)
 
     # --- time -----------------------------------------------------------------------------------------------
 
@@ -257,6 +295,9 @@ class SiteAgentCore:
 
     def _arm(self, now_ms: float) -> Iterator[Effect]:
         due = min((self._due_ms(r) for r in self.records.values() if r.reported_ms is not None), default=None)
+        planned_ms = self.actuation.due_ms(now_ms)
+        if planned_ms < float("inf"):
+            due = planned_ms if due is None else min(due, planned_ms)
         if due is not None and (self._wake_ms is None or due < self._wake_ms):
             self._wake_ms = max(due, now_ms)
             yield WakeAt(self._wake_ms)

@@ -14,6 +14,8 @@ UNHEALTHY = "unhealthy"
 STALLED = "stalled"
 VERSION_MISMATCH = "version_mismatch"
 DRAINING = "draining"
+#: by a plan, or put to sleep by its operator
+STOPPED = "stopped"
 
 
 def verdict(record: Record, now_ms: float, knobs: Knobs, max_model_len: int) -> tuple[bool, str]:
@@ -32,7 +34,7 @@ def verdict(record: Record, now_ms: float, knobs: Knobs, max_model_len: int) -> 
     if not served_version(record.declared, record.identity, knobs):
         return False, VERSION_MISMATCH
     if record.metrics is not None and record.metrics.asleep:
-        return False, UNHEALTHY
+        return False, STOPPED
     if is_stalled(record, now_ms, knobs, max_model_len):
         return False, STALLED
     return True, ""

@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from tokenfleet.effects import Effect
 from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.settings import SettingsError
-from tokenfleet.siteagent import engines, kv_reader
-from tokenfleet.siteagent.core import SiteAgentCore
+from tokenfleet.siteagent import drivers, engines, kv_reader
+from tokenfleet.siteagent.core import Actuate, SiteAgentCore
 from tokenfleet.siteagent.settings import Knobs
-from tokenfleet.siteagent.state import Identity, Metrics, ProbeTaken, Sample
+from tokenfleet.siteagent.state import Actuated, Identity, Metrics, ProbeTaken, Sample
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.routes import stream_of, subject_filter
 
@@ -40,12 +41,14 @@ async def body(service: Service) -> None:
         raise SettingsError(f"TOKENFLEET_SITE={site!r}: no such site in the fleet file")
     core = SiteAgentCore(service.fleet, site, began=secrets.token_hex(4))
     plans = Read(filter=subject_filter("plan", site=site), stream=stream_of("plan"), latest=True, since_s=None)
-    runner = Runner(service, core, [plans])
+    agents: list[Agent] = []
+    runner = Runner(service, core, [plans], perform=lambda effect: agents[0].perform(effect))
     kv: kv_reader.KvReaders | None = None
     if kv_reader.AVAILABLE and service.settings.secret:
         kv = kv_reader.KvReaders(service.bus, site, service.settings.secret, service.metrics)
         await kv.listen()
     agent = Agent(core, runner, os.environ, core.knobs, kv)
+    agents.append(agent)
     service.on_reload(agent.follow)
     running = asyncio.ensure_future(runner.run())
     current = asyncio.ensure_future(runner.caught_up.wait())
@@ -83,6 +86,50 @@ class Agent:
         self._polled: dict[str, Instance] = {}
         self._fleet: Fleet | None = None
         self._numbers = count(1)
+        self._acting: set[asyncio.Task[None]] = set()
+
+    def perform(self, effect: Effect) -> None:
+        """Do what the core asks for beyond messages: have an instance started or stopped."""
+        if not isinstance(effect, Actuate):
+            raise TypeError(f"nobody performs {type(effect).__name__}")
+        task = asyncio.get_running_loop().create_task(self._actuate(effect))
+        self._acting.add(task)
+        task.add_done_callback(self._acting.discard)
+
+    async def _actuate(self, order: Actuate) -> None:
+        detail = ""
+        try:
+            await self._drive(order)
+        except drivers.ActuatorError as error:
+            detail = str(error)
+        except Exception as error:  # a fault of a driver's own is a failed order, not a dead agent
+            log.exception("driver failed", extra={"instance": order.instance})
+            detail = repr(error)
+        self._runner.feed(
+            Actuated(
+                id=f"actuated:{order.instance}:{next(self._numbers)}",
+                site=self._core.site,
+                instance=order.instance,
+                action=order.action,
+                ok=not detail,
+                detail=detail,
+            )
+        )
+
+    async def _drive(self, order: Actuate) -> None:
+        hand = self._core.actuation.hands.get(order.instance)
+        actuator = self._core.actuation.actuator
+        if hand is None or actuator is None:
+            raise drivers.ActuatorError(f"{order.instance} is no longer declared here, or its site has no actuator")
+        driver = drivers.driver(
+            actuator,
+            self._http,
+            site=self._core.site,
+            cold_start_s=self._core.actuation.cold_start_s,
+            credential=self._credential,
+            wanted=self._core.actuation.wanted,
+        )
+        await (driver.start if order.action == "start" else driver.stop)(order.instance, hand.declared)
 
     def follow(self, fleet: Fleet) -> None:
         """Poll what this fleet declares at the site, stop polling what it does not."""
@@ -112,7 +159,9 @@ class Agent:
 
     async def stop(self) -> None:
         """End all tasks and connections."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._acting]
+        for task in self._acting:
+            task.cancel()
         for key in list(self._tasks):
             self._cancel(*key)
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,7 @@
 """What the agent knows: samples as they came, and the record of each instance and of the way to each other site."""
 
+from typing import Literal
+
 import msgspec
 
 from tokenfleet.fleet import Instance
@@ -70,6 +72,15 @@ class ProbeTaken(Event, frozen=True, kw_only=True, tag="siteagent.probe_taken"):
     other_site: str
     #: None: lost
     rtt_ms: float | None
+
+
+class Actuated(Event, frozen=True, kw_only=True, tag="siteagent.actuated"):
+    """What an actuator answered: an input of the shell's, never published."""
+
+    instance: str
+    action: Literal["start", "stop"]
+    ok: bool
+    detail: str = ""
 
 
 class Record(msgspec.Struct, kw_only=True):

@@ -142,7 +142,10 @@ def test_a_ready_instance_is_reported_with_all_that_is_known() -> None:
         )
     ]
     assert [note.name for note in agent.notes] == ["readiness_changed"]
-    assert agent.core.gauges() == {"siteagent_instance_ready": {(("instance", "i"),): 1.0}}
+    assert agent.core.gauges() == {
+        "siteagent_instance_ready": {(("instance", "i"),): 1.0},
+        "siteagent_actuator_failing": {(("instance", "i"),): 0.0},
+    }
 
 
 def test_reports_come_every_second_and_not_more_often() -> None:
@@ -315,7 +318,7 @@ def test_starting_unhealthy_and_asleep() -> None:
     agent.poll(generation_tokens_total=1_001)
     assert agent.reports[-1].ready
     agent.poll(asleep=True, generation_tokens_total=1_002)
-    assert agent.reports[-1].reason == "unhealthy"
+    assert agent.reports[-1].reason == "stopped"
     agent.poll(generation_tokens_total=1_003)
     assert agent.reports[-1].ready
 
@@ -463,17 +466,20 @@ def test_a_plan_is_answered_with_what_really_runs() -> None:
     agent = Agent()
     agent.poll()
 
-    def answers(replicas: int, site: str = "b") -> list[PlanApplied]:
-        plan = PlanIssued(id="p1", site=site, model="m", revision=3, targets=(Target(version="2", replicas=replicas),))
+    def answers(replicas: int, revision: int, site: str = "b") -> list[PlanApplied]:
+        targets = (Target(version="2", replicas=replicas),)
+        plan = PlanIssued(id=f"p{revision}", site=site, model="m", revision=revision, targets=targets)
         found = [e.event for e in agent.core.handle(plan, agent.now_ms) if isinstance(e, Publish)]
         return [event for event in found if isinstance(event, PlanApplied)]
 
-    (good,) = answers(1)
-    assert (good.id, good.plan, good.ok, good.replicas, good.revision) == ("p1:applied", "p1", True, {"2": 1}, 3)
-    (short,) = answers(2)
-    assert not short.ok
-    assert "2" in short.detail
-    assert answers(1, site="c") == []
+    (good,) = answers(1, 3)
+    assert (good.cause, good.plan, good.ok, good.replicas, good.revision) == ("p3", "p3", True, {"2": 1}, 3)
+    (bad,) = answers(2, 4)
+    assert (bad.ok, bad.replicas) == (False, {"2": 1})
+    assert bad.detail == "not as planned: 2; this site has no actuator"
+    assert answers(2, 4) == []
+    assert answers(1, 3) == []
+    assert answers(1, 5, site="c") == []
 
 
 def test_samples_of_strangers_change_nothing() -> None:

@@ -50,6 +50,8 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     price: float = 1.0
     running: int = 0
     starting: int = 0
+    #: what the last plan wanted; None: there was none
+    planned: int | None = None
     #: replicas that could run: declared, and nobody failed to start them
     startable: int = 0
     #: nobody here can start or stop them: what runs is what there is
@@ -69,6 +71,11 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     def now(self) -> int:
         """Replicas that serve, or will without further ado."""
         return self.running + self.starting
+
+    @property
+    def ordered(self) -> int:
+        """What is on its way to be: the last plan, where there is one. What it dropped is not there to be kept."""
+        return self.now if self.planned is None or self.fixed else min(self.planned, self.startable)
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +161,7 @@ def decide(
         kept = warmpool.decide(
             idle,
             " ".join(key),
-            now=pool.now,
+            now=pool.ordered,
             needed=needed,
             soon=max(needed, later.replicas[key]),
             reload_s=pool.cold_start_s,

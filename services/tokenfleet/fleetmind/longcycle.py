@@ -1,0 +1,712 @@
+"""The long cycle inside FleetMind: what it hears becomes history and facts, plans become events, promises are given.
+
+Decides when to plan (not more often than `planning.every_s`), what of a plan is news, and who is promised what. The
+arithmetic is `planning`'s; the solver runs outside the core, which asks for it (`MakePlan`) and hears the answer
+(`PlanMade`), because a program with integers may take seconds and a request must not wait for it. Without the office
+`plan:fleet` it folds and says nothing. Plan and reality are compared all the time: only what agents report counts as
+running, and what an actuator failed to start is not counted on.
+
+Refuses to know single placements, and how a replica is started.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tokenfleet.effects import Effect, Note, Publish
+from tokenfleet.eligibility import FRESH_MS, CapacityView, permitted_sites
+from tokenfleet.engine_model import cold_start_s
+from tokenfleet.fleet import Fleet
+from tokenfleet.fleetmind.planning.forecast import Series
+from tokenfleet.fleetmind.planning.planner import Plan, Planned, PoolFacts, Rules, Stream
+from tokenfleet.fleetmind.planning.reservations import Book, Reservation, closed_share, site_gpus
+from tokenfleet.fleetmind.planning.warmpool import Idle
+from tokenfleet.fleetmind.planning.work import Curve, Demand, Engine
+from tokenfleet.offices import Offices
+from tokenfleet_schemas.admission import AdmissionDecided
+from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.outcome import OutcomeFinished
+from tokenfleet_schemas.plan import PlanApplied, PlanIssued, Target
+from tokenfleet_schemas.reservation import (
+    ReservationGranted,
+    ReservationOwned,
+    ReservationRefused,
+    ReservationRequested,
+    ReservationRevoked,
+    ReservationWithdrawn,
+)
+
+#: the office that plans and grants; one for the whole fleet, because sites' GPUs are shared by all models
+PLAN_SCOPE = "plan:fleet"
+#: a holder that asked for nothing for so long lends its promise, ms
+IDLE_MS = 30_000.0
+#: what holders use of a pool is counted anew after this, ms
+USE_MS = 250.0
+#: a plan that is not reality after so many cold starts is overdue
+OVERDUE = 2.0
+#: a solver that has not answered after so many rounds is given up
+SOLVING_MAX = 5
+#: reasons of refusals that are demand all the same: the fleet was full, or the model slept
+_DEMAND_REASONS = frozenset(
+    {"saturated", "queue_full", "patience", "residency_no_capacity", "no_capacity", "model_not_ready", "unavailable"}
+)
+
+#: reasons for which a replica is not ready and an actuator can do something about it
+_STARTABLE = frozenset({"starting", "stopped", "unreachable", "draining"})
+
+#: model, version, entry, class, allowed sites
+StreamKey = tuple[str, str, str, str, tuple[str, ...]]
+PoolKey = tuple[str, str, str]
+
+
+class MakePlan(Effect, frozen=True, tag=True):
+    """Solve this away from the core and hand the answer back as `PlanMade`."""
+
+    pools: tuple[PoolFacts, ...]
+    streams: tuple[Stream, ...]
+    gpus: dict[str, int]
+    rules: Rules
+    #: the warm pools' memory, a copy that the solver changes
+    idle: dict[str, Idle]
+    now_s: float
+    number: int
+
+    def solve(self) -> "PlanMade":
+        """Do it; never raises for a problem without an answer, which is one."""
+        from tokenfleet.fleetmind.planning.optimiser import PlanningError
+        from tokenfleet.fleetmind.planning.planner import decide
+
+        name = f"plan:made:{self.number}"
+        try:
+            plan = decide(self.pools, self.streams, self.gpus, self.rules, self.idle, self.now_s)
+        except (PlanningError, ModuleNotFoundError) as error:  # without scipy there is no plan, and that is said
+            return PlanMade(id=name, number=self.number, failure=str(error))
+        return PlanMade(id=name, number=self.number, plan=plan, idle=self.idle)
+
+
+class PlanMade(Event, frozen=True, kw_only=True, tag="fleetmind.plan_made"):
+    """The solver's answer: an input of the shell's, never published."""
+
+    number: int
+    plan: Plan | None = None
+    idle: dict[str, Idle] = {}
+    failure: str = ""
+
+
+class PlanState(msgspec.Struct):
+    """What the long cycle remembers; part of FleetMind's checkpoint."""
+
+    series: dict[StreamKey, Series] = {}
+    #: model, class → what its requests are like
+    demands: dict[tuple[str, str], Demand] = {}
+    curves: dict[PoolKey, Curve] = {}
+    idle: dict[str, Idle] = {}
+    book: Book = msgspec.field(default_factory=Book)
+    #: site, model → the last plan, and what its agent made of it
+    issued: dict[tuple[str, str], PlanIssued] = {}
+    applied: dict[tuple[str, str], PlanApplied] = {}
+    #: promise → when its holder was last seen
+    holders_ms: dict[str, float] = {}
+    #: promise → what an operator asked for last and nobody has answered
+    asked: dict[str, ReservationRequested | ReservationWithdrawn] = {}
+    decided_ms: float = 0.0
+    #: pool → since when it has had fewer replicas than planned
+    short_ms: dict[PoolKey, float] = {}
+    unserved: dict[str, float] = {}
+
+
+class LongCycle:
+    """The long cycle of one FleetMind replica."""
+
+    def __init__(self, replica: str, offices: Offices) -> None:
+        self.replica = replica
+        self.offices = offices
+        self.state = PlanState()
+        self._number = 0
+        self._solving = False
+        self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._allowed_of: Fleet | None = None
+        self._filed_of: Fleet | None = None
+        self._used: dict[PoolKey, tuple[float, dict[str, float]]] = {}
+
+    # ------------------------------------------------------------------ what FleetMind calls
+
+    def mark(self, term: int, now_ms: float) -> Event:
+        """The mark that opens this replica's term."""
+        return ReservationOwned(
+            id=f"{PLAN_SCOPE}:owned:{term}",
+            term=term,
+            time_unix_ms=int(now_ms),
+            scope=PLAN_SCOPE,
+            owner=self.replica,
+        )
+
+    def hear(self, fleet: Fleet, capacity: CapacityView, message: Event, now_ms: float) -> Iterator[Effect]:
+        """Fold one event; `capacity` is FleetMind's own view."""
+        kind = type(message)
+        if kind is AdmissionDecided:
+            self._decided(fleet, message, now_ms)  # type: ignore[arg-type]  # its type was just asked for
+        elif kind is OutcomeFinished:
+            self._finished(fleet, capacity, message, now_ms)  # type: ignore[arg-type]  # as above
+        elif isinstance(message, PlanMade):
+            yield from self._made(fleet, capacity, message, now_ms)
+        elif isinstance(message, PlanIssued):
+            self._issued(message)
+        elif isinstance(message, PlanApplied):
+            self.state.applied[message.site, message.model] = message
+        elif isinstance(message, ReservationRequested | ReservationWithdrawn):
+            known = self.state.book.given.get(message.reservation)
+            if known is None or known.granted != message.id:
+                self.state.asked[message.reservation] = message
+                yield from self._answer(fleet, now_ms)
+        elif isinstance(message, ReservationGranted):
+            self._answered(message.reservation, message.cause)
+            yield from self._granted(message, now_ms)
+        elif isinstance(message, ReservationRefused):
+            self._answered(message.reservation, message.cause)
+        elif isinstance(message, ReservationRevoked):
+            self._answered(message.reservation, message.cause)
+            self._revoked(message)
+        elif isinstance(message, ReservationOwned) and self.offices.fold(message.scope, message.term, message.owner):
+            yield Note("fleetmind_office", {"what": "taken"}, {"scope": message.scope}, level="info")
+            self._filed_of = None
+            self._solving = False
+            yield from self._answer(fleet, now_ms)
+            yield from self.wake(fleet, capacity, now_ms)
+
+    def next_ms(self, fleet: Fleet) -> float:
+        """When `wake` has something to do; infinity when never."""
+        if not self._term:
+            return float("inf")
+        if self._filed_of is not fleet:
+            return 0.0
+        if fleet.planning.mode == "off":
+            return float("inf")
+        return self.state.decided_ms + self._every_ms(fleet)
+
+    def wake(self, fleet: Fleet, capacity: CapacityView, now_ms: float) -> Iterator[Effect]:
+        """Ask for the fleet file's promises, and for a plan when it is time for one."""
+        if not self._term:
+            return
+        if self._filed_of is not fleet:
+            self._filed_of = fleet
+            yield from self._file(fleet, now_ms)
+        since_ms, every_ms = now_ms - self.state.decided_ms, self._every_ms(fleet)
+        # an answer that is so late will not come any more
+        waiting = self._solving and since_ms < SOLVING_MAX * every_ms
+        if fleet.planning.mode == "off" or waiting or since_ms < every_ms:
+            return
+        self.state.decided_ms = now_ms
+        self.state.book.sweep(now_ms)
+        self._solving = True
+        self._number += 1
+        yield from self._look(fleet, capacity, now_ms)
+        yield self._problem(fleet, capacity, now_ms)
+
+    def gauges(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+        """Targets and what is missing of them, promises, demand that no replica can be found for: for operators."""
+        targets: dict[tuple[tuple[str, str], ...], float] = {}
+        missing: dict[tuple[tuple[str, str], ...], float] = {}
+        failed: dict[tuple[tuple[str, str], ...], float] = {}
+        for (site, model), plan in self.state.issued.items():
+            applied = self.state.applied.get((site, model))
+            for target in plan.targets:
+                labels = (("site", site), ("model", model), ("version", target.version))
+                targets[labels] = float(target.replicas)
+                if applied is not None:
+                    missing[labels] = float(max(0, target.replicas - applied.replicas.get(target.version, 0)))
+                    failed[labels] = float(applied.failed.get(target.version, 0))
+        given: dict[tuple[tuple[str, str], ...], float] = {
+            (("reservation", one.name), ("site", one.site), ("model", one.model)): one.gpu_seconds_per_s
+            for one in self.state.book.given.values()
+        }
+        return {
+            "plan_target_replicas": targets,
+            "plan_missing_replicas": missing,
+            "plan_failed_replicas": failed,
+            "plan_unserved_replicas": {(): float(sum(self.state.unserved.values()))},
+            "reservation_gpus": given,
+        }
+
+    # ------------------------------------------------------------------ for the short cycle
+
+    def closed(
+        self, fleet: Fleet, capacity: CapacityView, site: str, ask: Any, now_ms: float, open_asks: Mapping[str, Any]
+    ) -> float:
+        """Part of a site's room for this request's model that promises to others close to it, 0..1.
+
+        `open_asks` are the asks of the requests that are at the site now; looked at only where promises are open there.
+        """
+        book = self.state.book
+        if not book.given:
+            return 0.0
+        given = [one for one in book.at(now_ms) if one.site == site and one.model == ask.model]
+        if not given:
+            return 0.0
+        reports = [heard.report for heard in capacity.instances(site).values() if heard.report.ready]
+        reports = [report for report in reports if report.model == ask.model]
+        declared = fleet.sites[site].instances
+        gpus = float(sum(r.gpus or (declared[r.instance].gpus if r.instance in declared else 0) for r in reports))
+        key = (site, ask.model, "")
+        known = self._used.get(key)
+        if known is None or now_ms - known[0] >= USE_MS:
+            room = sum(report.max_sequences or 0 for report in reports)
+            used = dict.fromkeys((one.name for one in given), 0.0)
+            for other in open_asks.values():
+                for one in given:
+                    if other.model == ask.model and one.covers(other.tenant, other.service_class):
+                        used[one.name] += gpus / room if room else 0.0
+                        break
+            known = self._used[key] = (now_ms, used)
+        active = {one.name for one in given if now_ms - self.state.holders_ms.get(one.name, -IDLE_MS) < IDLE_MS}
+        return closed_share(
+            given, used=known[1], active=active, gpus=gpus, tenant=ask.tenant, service_class=ask.service_class
+        )
+
+    # ------------------------------------------------------------------ history
+
+    def _decided(self, fleet: Fleet, message: AdmissionDecided, now_ms: float) -> None:
+        """A request was asked for: demand, unless its sender had no right to it."""
+        ask = message.ask
+        if message.attempt != 1 or message.revision or (not message.admitted and message.reason not in _DEMAND_REASONS):
+            return
+        for one in self.state.book.given.values():
+            if one.model == ask.model and one.covers(ask.tenant, ask.service_class):
+                self.state.holders_ms[one.name] = now_ms
+        if fleet.planning.mode == "off" or ask.model not in fleet.models:
+            return
+        key = (ask.model, ask.version, ask.entry, ask.service_class, self._sites(fleet, ask.tenant, ask.model))
+        series = self.state.series.get(key)
+        if series is None:
+            plan = fleet.planning
+            scale = plan.time_scale
+            series = self.state.series[key] = Series(plan.every_s / scale, plan.season_s / scale, plan.season_bins)
+        series.add(now_ms / 1000.0)
+
+    def _sites(self, fleet: Fleet, tenant: str, model: str) -> tuple[str, ...]:
+        """Where a tenant's requests may go: the filter that holds everywhere, and fails closed."""
+        if self._allowed_of is not fleet:
+            self._allowed_of, self._allowed = fleet, {}
+        found = self._allowed.get((tenant, model))
+        if found is None:
+            found = self._allowed[tenant, model] = tuple(sorted(permitted_sites(fleet, tenant, model)))
+        return found
+
+    def _finished(self, fleet: Fleet, capacity: CapacityView, message: OutcomeFinished, now_ms: float) -> None:
+        """What a request was like, and how fast its tokens came beside how many others."""
+        if message.outcome != "completed" or fleet.planning.mode == "off":
+            return
+        key = (message.model, message.service_class)
+        demand = self.state.demands.get(key)
+        if demand is None:
+            demand = self.state.demands[key] = Demand()
+        times = message.times
+        serving_s = max(0.0, times.e2e_ms - (times.queue_ms or 0.0)) / 1000.0
+        demand.observe(message.input_tokens, message.cached_tokens, message.output_tokens, serving_s)
+        heard = capacity.instances(message.served_site).get(message.instance)
+        if heard is None or times.tpot_ms is None or now_ms - heard.heard_ms > FRESH_MS:
+            return
+        pool = (message.served_site, message.model, message.version)
+        curve = self.state.curves.get(pool)
+        if curve is None:
+            curve = self.state.curves[pool] = Curve()
+        curve.observe(float(max(1, heard.report.running or 1)), times.tpot_ms)
+
+    # ------------------------------------------------------------------ planning
+
+    @property
+    def _term(self) -> int:
+        return self.offices.term(PLAN_SCOPE)
+
+    def _every_ms(self, fleet: Fleet) -> float:
+        return 1000.0 * fleet.planning.every_s / fleet.planning.time_scale
+
+    def _problem(self, fleet: Fleet, capacity: CapacityView, now_ms: float) -> MakePlan:
+        plan, now_s = fleet.planning, now_ms / 1000.0
+        every_s = plan.every_s / plan.time_scale
+        gpus = {site: site_gpus(fleet, site) for site in fleet.sites}
+        pools = []
+        for site in fleet.sites:
+            for (model, version), names in fleet.pools(site).items():
+                facts, unknown = self._facts(fleet, capacity, (site, model, version), names, now_ms)
+                pools.append(facts)
+                gpus[site] = max(0, gpus[site] - unknown)
+        cold_s = max((pool.cold_start_s for pool in pools), default=0.0)
+        near_s = cold_s + every_s
+        later_s = near_s + cold_s + every_s
+        streams = []
+        for key, series in self.state.series.items():
+            model, version, entry, service_class, sites = key
+            if model not in fleet.models or entry not in fleet.sites or service_class not in fleet.classes:
+                continue
+            series.advance(now_s)
+            series.promise(now_s, near_s)
+            streams.append(
+                Stream(
+                    model=model,
+                    version=version,
+                    entry=entry,
+                    service_class=service_class,
+                    sites=self._reachable(fleet, entry, model, version, sites),
+                    near_per_s=series.peak(now_s, near_s),
+                    later_per_s=series.peak(now_s, later_s),
+                    error=series.margin(),
+                    seasonal=series.usual(now_s + later_s) is not None,
+                    demand=msgspec.structs.replace(self._demand(model, service_class)),
+                    weight=1.0 + 1.0 / (1.0 + fleet.classes[service_class].tier),
+                )
+            )
+        rules = Rules(
+            utilisation=plan.utilisation,
+            burst=plan.burst,
+            every_s=every_s,
+            period_s=900.0 / plan.time_scale,
+            at_least=plan.min_replicas,
+        )
+        idle = {name: Idle(one.since_s, one.surplus) for name, one in self.state.idle.items()}
+        return MakePlan(tuple(pools), tuple(streams), gpus, rules, idle, now_s, self._number)
+
+    def _reachable(
+        self, fleet: Fleet, entry: str, model: str, version: str, sites: tuple[str, ...]
+    ) -> dict[str, float]:
+        """Of the allowed sites, those with an instance that the entry's gateways can reach, with the round trip."""
+        zone = fleet.sites[entry].zone
+        found: dict[str, float] = {}
+        for site in sites:
+            declared = fleet.sites[site].instances.values() if site in fleet.sites else ()
+            mine = [one for one in declared if (one.model, one.version) == (model, version)]
+            if any("*" in one.routable_from or zone in one.routable_from for one in mine):
+                rtt = fleet.rtt_ms(entry, site)
+                found[site] = 200.0 if rtt is None else rtt
+        return found
+
+    def _demand(self, model: str, service_class: str) -> Demand:
+        """What the class's requests are like; where none ended yet, what the model's others are like."""
+        known = self.state.demands.get((model, service_class))
+        if known is not None:
+            return known
+        others = [one for (name, _), one in sorted(self.state.demands.items()) if name == model]
+        if others:
+            return max(others, key=lambda one: one.seen)
+        return Demand(seen=0, input_tokens=500.0, output_tokens=150.0, serving_s=3.0)
+
+    def _facts(
+        self, fleet: Fleet, capacity: CapacityView, key: PoolKey, names: list[str], now_ms: float
+    ) -> tuple[PoolFacts, int]:
+        """A pool as its agent reports it, and the GPUs of those replicas of which nobody knows anything."""
+        site, model, version = key
+        declared = [fleet.sites[site].instances[name] for name in names]
+        running = starting = unknown = unknown_gpus = 0
+        limits: list[tuple[int, int, float]] = []
+        for name, one in zip(names, declared, strict=True):
+            heard = capacity.instances(site).get(name)
+            report = heard.report if heard is not None and now_ms - heard.heard_ms <= FRESH_MS else None
+            if report is None or (not report.ready and report.reason not in _STARTABLE):
+                # unknown, or there and sick: it serves nobody, and its GPUs are not free
+                unknown += 1
+                unknown_gpus += one.gpus
+                continue
+            if report.draining:
+                unknown_gpus += one.gpus  # until it is gone
+            running += report.ready and not report.draining
+            starting += not report.ready and report.reason == "starting"
+            limits.append(
+                (
+                    report.max_sequences or one.max_sequences,
+                    report.kv_tokens_total or one.kv_tokens,
+                    report.prefill_tokens_per_s or one.prefill_tokens_per_s,
+                )
+            )
+        applied = self.state.applied.get((site, model))
+        failed = applied.failed.get(version, 0) if applied is not None else 0
+        first = limits[0] if limits else (declared[0].max_sequences, declared[0].kv_tokens, 0.0)
+        # of unlike replicas the weakest is counted on
+        engine = Engine(
+            max_sequences=min((limit[0] for limit in limits), default=first[0]),
+            kv_tokens=min((limit[1] for limit in limits), default=first[1]),
+            prefill_tokens_per_s=min((limit[2] for limit in limits), default=first[2]),
+            objective_ms=min((c.tpot_ms for c in fleet.classes.values() if c.tpot_ms is not None), default=100.0),
+        )
+        fixed = fleet.sites[site].actuator is None
+        facts = PoolFacts(
+            site=site,
+            model=model,
+            version=version,
+            gpus=max(one.gpus for one in declared),
+            price=fleet.sites[site].gpu_hour_price or 1.0,
+            running=running,
+            starting=starting,
+            planned=self._planned(key),
+            startable=max(running + starting, len(names) - unknown - failed),
+            fixed=fixed,
+            cold_start_s=max(
+                cold_start_s(one.cold_start_s, one.profile, fleet.planning.cold_start_s) for one in declared
+            )
+            / fleet.planning.time_scale,
+            engine=engine,
+            curve=msgspec.structs.replace(self.state.curves.get(key, Curve())),
+            reserved=self._reserved(fleet, key, now_ms),
+        )
+        return facts, unknown_gpus
+
+    def _planned(self, key: PoolKey) -> int | None:
+        """What the last plan wanted of a pool."""
+        issued = self.state.issued.get(key[:2])
+        return next((t.replicas for t in issued.targets if t.version == key[2]), None) if issued is not None else None
+
+    def _reserved(self, fleet: Fleet, key: PoolKey, now_ms: float) -> float:
+        """Replicas that open (or soon open) promises want of a pool; a model's promise is for its default version."""
+        site, model, version = key
+        if version != fleet.models[model].default_version:
+            return 0.0
+        lead_ms = 1000.0 * (fleet.planning.cold_start_s + fleet.planning.every_s) / fleet.planning.time_scale
+        gpus = max((one.gpus for one in fleet.sites[site].instances.values() if one.model == model), default=1)
+        wanted = [one for one in self.state.book.within(now_ms, lead_ms) if (one.site, one.model) == (site, model)]
+        return sum(one.gpu_seconds_per_s for one in wanted) / gpus
+
+    def _made(self, fleet: Fleet, capacity: CapacityView, made: PlanMade, now_ms: float) -> Iterator[Effect]:
+        """The solver answered: publish what changed of it."""
+        if not self._solving or made.number != self._number:
+            return
+        self._solving = False
+        term = self._term
+        if not term:
+            return
+        if made.plan is None:
+            yield Note("plan_failed", {}, {"error": made.failure}, level="error")
+            return
+        self.state.idle = made.idle
+        self.state.unserved = made.plan.unserved
+        yield Note("plan_decided", {})
+        for name, work in made.plan.unserved.items():
+            yield Note("plan_unserved", {}, {"demand": name, "replicas": str(work)}, level="warning")
+        by_model: dict[tuple[str, str], list[tuple[str, Planned]]] = {}
+        for (site, model, version), planned in made.plan.targets.items():
+            if fleet.sites[site].actuator is not None:
+                by_model.setdefault((site, model), []).append((version, planned))
+        for (site, model), versions in sorted(by_model.items()):
+            targets = tuple(
+                Target(
+                    version=version,
+                    replicas=planned.replicas,
+                    prewarmed=planned.warm,
+                    reason=planned.reason,
+                    demand=planned.demand,
+                    now=self._now(fleet, capacity, (site, model, version), now_ms),
+                )
+                for version, planned in sorted(versions)
+            )
+            before = self.state.issued.get((site, model))
+            if before is not None and _counts(before.targets) == _counts(targets):
+                continue
+            revision = before.revision + 1 if before is not None else 0
+            issued = PlanIssued(
+                id=f"plan:{site}:{model}:{term}:{revision}",
+                term=term,
+                time_unix_ms=int(now_ms),
+                site=site,
+                model=model,
+                revision=revision,
+                targets=targets,
+                horizon_s=round((fleet.planning.cold_start_s + fleet.planning.every_s), 1),
+                gpus=site_gpus(fleet, site),
+                gpus_planned=made.plan.gpus.get(site, 0),
+            )
+            self.state.issued[site, model] = issued
+            yield Publish(issued, durable=True)
+            yield Note("plan_issued", {"site": site, "model": model}, {"targets": str(_counts(targets))}, level="info")
+
+    def _now(self, fleet: Fleet, capacity: CapacityView, key: PoolKey, now_ms: float) -> int:
+        site, model, version = key
+        names = fleet.pools(site).get((model, version), [])
+        return self._facts(fleet, capacity, key, names, now_ms)[0].now if names else 0
+
+    def _issued(self, message: PlanIssued) -> None:
+        """A plan over the bus: our own, or a predecessor's that goes on until we change it."""
+        known = self.state.issued.get((message.site, message.model))
+        if known is None or (message.term, message.revision) > (known.term, known.revision):
+            self.state.issued[message.site, message.model] = message
+
+    def _look(self, fleet: Fleet, capacity: CapacityView, now_ms: float) -> Iterator[Effect]:
+        """Compare the plans with what runs; say what has been missing for longer than starting takes."""
+        limit_ms = OVERDUE * 1000.0 * fleet.planning.cold_start_s / fleet.planning.time_scale + self._every_ms(fleet)
+        for (site, model), plan in self.state.issued.items():
+            if site not in fleet.sites or fleet.sites[site].actuator is None:
+                continue
+            for target in plan.targets:
+                key = (site, model, target.version)
+                names = fleet.pools(site).get((model, target.version), [])
+                ready = self._facts(fleet, capacity, key, names, now_ms)[0].running if names else 0
+                if ready >= target.replicas:
+                    self.state.short_ms.pop(key, None)
+                    continue
+                since_ms = self.state.short_ms.setdefault(key, now_ms)
+                if now_ms - since_ms >= limit_ms:
+                    self.state.short_ms[key] = now_ms
+                    detail = {"planned": str(target.replicas), "ready": str(ready), "version": target.version}
+                    yield Note("plan_overdue", {"site": site, "model": model}, detail, level="error")
+
+    # ------------------------------------------------------------------ promises
+
+    def _answered(self, name: str, cause: str) -> None:
+        pending = self.state.asked.get(name)
+        if pending is not None and pending.id == cause:
+            del self.state.asked[name]
+
+    def _answer(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
+        """What operators asked for, in their order; without the office it waits for who has it."""
+        if not self._term:
+            return
+        for name, message in list(self.state.asked.items()):
+            del self.state.asked[name]
+            if isinstance(message, ReservationRequested):
+                yield from self._ask(fleet, _promise(message), message.id, now_ms)
+            elif name in self.state.book.given:
+                yield self._revoke(name, "cancelled_by_operator", message.id, now_ms)
+            else:
+                yield self._refuse(message.site, name, message.model, "unknown_reservation", message.id, now_ms)
+
+    def _refuse(self, site: str, name: str, model: str, why: str, cause: str, now_ms: float) -> Publish:
+        return Publish(
+            ReservationRefused(
+                id=f"{cause}:refused",
+                cause=cause,
+                term=self._term,
+                time_unix_ms=int(now_ms),
+                site=site,
+                reservation=name,
+                model=model,
+                reason=why,
+            ),
+            durable=True,
+        )
+
+    def _ask(self, fleet: Fleet, asked: Reservation, cause: str, now_ms: float) -> Iterator[Effect]:
+        """Grant or refuse; what is granted is in the book before the next question is heard."""
+        before = self.state.book.given.get(asked.name)
+        revision = before.revision + 1 if before is not None else 0
+        asked = msgspec.structs.replace(asked, granted=cause, term=self._term, revision=revision)
+        why = self.state.book.ask(fleet, asked, now_ms)
+        self._used.clear()
+        labels = {"site": asked.site, "what": why or "granted"}
+        yield Note("reservation", labels, {"reservation": asked.name}, level="warning" if why else "info")
+        if why:
+            yield self._refuse(asked.site, asked.name, asked.model, why, cause, now_ms)
+            return
+        yield Publish(
+            ReservationGranted(
+                id=f"{cause}:granted:{revision}",
+                cause=cause,
+                term=self._term,
+                time_unix_ms=int(now_ms),
+                site=asked.site,
+                reservation=asked.name,
+                model=asked.model,
+                tenant=asked.tenant,
+                service_class=asked.service_class,
+                gpu_seconds_per_s=asked.gpu_seconds_per_s,
+                from_unix_ms=int(asked.from_ms),
+                until_unix_ms=int(asked.until_ms),
+                revision=revision,
+            ),
+            durable=True,
+        )
+
+    def _revoke(self, name: str, reason: str, cause: str, now_ms: float) -> Publish:
+        one = self.state.book.given.pop(name)
+        self.state.holders_ms.pop(name, None)
+        self._used.clear()
+        return Publish(
+            ReservationRevoked(
+                id=f"reservation:{name}:revoked:{one.revision}:{self._term}",
+                cause=cause,
+                term=self._term,
+                time_unix_ms=int(now_ms),
+                site=one.site,
+                reservation=name,
+                model=one.model,
+                reason=reason,
+                revision=one.revision,
+            ),
+            durable=True,
+        )
+
+    def _granted(self, message: ReservationGranted, now_ms: float) -> Iterator[Effect]:
+        """A grant over the bus: ours, or one that stood before we did. Of an office that had ended it is void."""
+        known = self.state.book.given.get(message.reservation)
+        if self.offices.void(PLAN_SCOPE, message.term) and (known is None or known.term != message.term):
+            mark = self.offices.marks[PLAN_SCOPE]
+            # a fold from the beginning reads the newest mark last: older grants come before it and are not void
+            yield Note("reservation_void", {}, {"reservation": message.reservation, "mark": str(mark.term)}, "warning")
+            return
+        if known is not None and (known.term, known.revision) >= (message.term, message.revision):
+            return
+        if message.until_unix_ms <= now_ms:
+            return
+        self.state.book.given[message.reservation] = Reservation(
+            name=message.reservation,
+            site=message.site,
+            model=message.model,
+            tenant=message.tenant,
+            service_class=message.service_class,
+            gpu_seconds_per_s=message.gpu_seconds_per_s,
+            from_ms=float(message.from_unix_ms),
+            until_ms=float(message.until_unix_ms),
+            granted=message.cause,
+            term=message.term,
+            revision=message.revision,
+        )
+        self._used.clear()
+
+    def _revoked(self, message: ReservationRevoked) -> None:
+        known = self.state.book.given.get(message.reservation)
+        if known is not None and message.revision >= known.revision and message.term >= known.term:
+            del self.state.book.given[message.reservation]
+            self._used.clear()
+
+    def _file(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
+        """Ask for the promises of the fleet file that are new or changed; give up those that it no longer has."""
+        for name, given in sorted(self.state.book.given.items()):
+            if given.granted.startswith("fleet.toml:") and name not in fleet.reservations:
+                yield self._revoke(name, "not_in_fleet_file", given.granted, now_ms)
+        for name, promise in sorted(fleet.reservations.items()):
+            asked = Reservation(
+                name=name,
+                site=promise.site,
+                model=promise.model,
+                tenant=promise.tenant,
+                service_class=promise.service_class,
+                gpu_seconds_per_s=promise.gpu_seconds_per_s,
+                from_ms=promise.begin.timestamp() * 1000.0,
+                until_ms=promise.end.timestamp() * 1000.0,
+            )
+            known = self.state.book.given.get(name)
+            if asked.until_ms <= now_ms or (known is not None and _same(known, asked)):
+                continue
+            cause = (
+                f"fleet.toml:{name}:{asked.site}:{asked.gpu_seconds_per_s}:{int(asked.from_ms)}-{int(asked.until_ms)}"
+            )
+            yield from self._ask(fleet, asked, cause, now_ms)
+
+
+def _counts(targets: tuple[Target, ...]) -> dict[str, int]:
+    return {target.version: target.replicas for target in targets}
+
+
+def _promise(message: ReservationRequested) -> Reservation:
+    return Reservation(
+        name=message.reservation,
+        site=message.site,
+        model=message.model,
+        tenant=message.tenant,
+        service_class=message.service_class,
+        gpu_seconds_per_s=message.gpu_seconds_per_s,
+        from_ms=float(message.from_unix_ms),
+        until_ms=float(message.until_unix_ms),
+    )
+
+
+def _same(one: Reservation, other: Reservation) -> bool:
+    """The same terms, whoever granted them."""
+    return msgspec.structs.replace(one, granted="", term=0, revision=0) == other
