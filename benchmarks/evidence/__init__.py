@@ -5,7 +5,7 @@ out means, intervals and signs, and writes docs/evidence. See docs/evidence/READ
 """
 
 from benchmarks.evidence._part import Bars, Cell, Compare, Curves, Figures, Goal, Lines, Part, Quick
-from benchmarks.evidence._simulated import figures, simulate, simulated
+from benchmarks.evidence._simulated import bounded, figures, simulate, simulated
 
 __all__ = [
     "Bars",
@@ -17,6 +17,7 @@ __all__ = [
     "Lines",
     "Part",
     "Quick",
+    "bounded",
     "figures",
     "simulate",
     "simulated",

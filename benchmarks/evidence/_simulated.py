@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.evidence._part import Figures
 from tokenfleet.replay.report import Result
+from tokenfleet.simulator import clairvoyant
 from tokenfleet.simulator import scenario as scenarios
 from tokenfleet.simulator.experiment import Done, Task, jain, make
 from tokenfleet.simulator.scenario import Scenario
@@ -92,6 +93,16 @@ def simulate(
 def simulated(seed: int, **args: Any) -> Figures:
     """The cell function of a plain simulation: `scenario`, `policy`, `speed`, `overrides`."""
     return Figures(metrics=figures(simulate(seed, **args)))
+
+
+def bounded(seed: int, *, policy: str = "", **args: Any) -> dict[str, float | None]:
+    """The cell function of the clairvoyant bound: what no policy exceeds on the same arrivals. `policy` is ignored."""
+    found = clairvoyant.bound(load(**args), seed)
+    return {
+        "compliance": found.compliance,
+        "compliance_requests": found.compliance_requests,
+        "goodput_tokens_per_s": found.goodput_tokens_per_s,
+    }
 
 
 def figures(done: Done) -> dict[str, float | None]:

@@ -43,6 +43,11 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         metavar=("LOW", "HIGH"),
         help="instead of one report per policy, find its stable load and its knee between two multiples of the speed",
     )
+    parser.add_argument(
+        "--bound",
+        action="store_true",
+        help="print, per seed, what nobody could exceed who knew every arrival and length beforehand; runs no policy",
+    )
     parser.add_argument("--processes", type=int, metavar="N", help="runs at once (default: one per core)")
     out = parser.add_argument_group("report")
     out.add_argument("--json", action="store_true", help="print one JSON object per run")
@@ -81,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     except (ScenarioError, UnknownPolicyError) as error:
         raise UsageError(str(error)) from None
     first = what.info.seed if args.seed is None else args.seed
+    if args.bound:
+        return _bound(args, what, range(first, first + args.seeds))
     if args.knee is not None:
         return _knee(args, what, names, range(first, first + args.seeds))
     keep = args.html is not None or args.records is not None
@@ -121,6 +128,28 @@ def run(args: argparse.Namespace) -> int:
     for one in done:
         if one.findings:
             print(f"{one.report.policy}, seed {one.report.seed}: {'; '.join(one.findings[:5])}", file=sys.stderr)
+    return 0
+
+
+def _bound(args: argparse.Namespace, what: "Scenario", seeds: "Sequence[int]") -> int:
+    import msgspec
+
+    from tokenfleet.simulator import clairvoyant
+    from tokenfleet.simulator.errors import ScenarioError
+
+    for seed in seeds:
+        try:
+            found = clairvoyant.bound(what, seed)
+        except ScenarioError as error:
+            raise UsageError(str(error)) from None
+        if args.json:
+            print(msgspec.json.encode(found).decode(), flush=True)
+        else:
+            print(
+                f"seed {seed}: no policy exceeds {100 * found.compliance:.1f}% compliance of tokens, "
+                f"{100 * found.compliance_requests:.1f}% of requests, {found.goodput_tokens_per_s:.0f} tokens/s",
+                flush=True,
+            )
     return 0
 
 
