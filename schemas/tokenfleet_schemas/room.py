@@ -19,6 +19,8 @@ class RoomOffered(Event, frozen=True, kw_only=True, tag="tokenfleet.room.v1.offe
     #: number of the last release that this level includes
     last_released: int
     held: int
+    #: a longer prefill must not begin there now, shorter ones need the instance; 0: no limit
+    longest_tokens: int = 0
 
 
 class RoomDeclined(Event, frozen=True, kw_only=True, tag="tokenfleet.room.v1.declined"):

@@ -50,11 +50,13 @@ class Level(msgspec.Struct):
     idle: bool
     sequences: int
     kv_tokens: int
+    #: a longer prefill is not for this room; 0: no limit
+    longest_tokens: int = 0
 
 
 def level(pool: Pool, instance: str, room: Room) -> Level:
     """Subtract our own releases to this instance with a number above the offer's `last_released`."""
-    left = Level(room.prefill_tokens, room.idle, room.sequences, room.kv_tokens)
+    left = Level(room.prefill_tokens, room.idle, room.sequences, room.kv_tokens, room.longest_tokens)
     for number, release in pool.releases.items():
         if number > room.last_released and release.instance == instance:
             left.prefill_tokens = max(0, left.prefill_tokens - release.work.prefill_tokens)
@@ -73,6 +75,8 @@ def fits(held: Held, instance: str, room: Level, now_ms: float) -> bool:
     if room.sequences < 1 or held.work.kv_tokens > room.kv_tokens:
         return False
     if not room.idle and held.work.prefill_tokens > room.prefill_tokens:
+        return False
+    if _too_long(held, room):
         return False
     tried = held.tried.get(instance)
     return tried is None or now_ms - tried.at_ms > TRIED_MS or _more(tried, room)
@@ -264,4 +268,10 @@ def _empty(pool: Pool) -> str:
 
 def _waits_for_idle(head: Held, instance: str, room: Level) -> bool:
     """One that only an idle instance can take and that was passed often enough: let its home run dry for it."""
+    if _too_long(head, room):
+        return False  # dry or not, the instance is for shorter ones
     return head.home_instance == instance and head.bypassed >= BYPASS_MAX and head.work.kv_tokens <= room.kv_tokens
+
+
+def _too_long(held: Held, room: Level) -> bool:
+    return 0 < room.longest_tokens < held.work.prefill_tokens

@@ -198,6 +198,7 @@ class Releases(Desk):
             idle=message.idle,
             sequences=message.sequences,
             kv_tokens=message.kv_tokens,
+            longest_tokens=message.longest_tokens,
             last_released=message.last_released,
             held=message.held,
             heard_ms=now_ms,

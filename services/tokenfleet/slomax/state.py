@@ -153,6 +153,8 @@ class Room(msgspec.Struct):
     last_released: int
     held: int
     heard_ms: float
+    #: a longer prefill is not for this room; 0: no limit
+    longest_tokens: int = 0
     #: answered by a release or a decline
     answered: bool = False
 

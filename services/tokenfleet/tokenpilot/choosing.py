@@ -8,22 +8,25 @@ messages.
 import binascii
 from base64 import b64decode
 
+import msgspec
 import numpy as np
 
 from tokenfleet import prefix
 from tokenfleet.eligibility import Heard
-from tokenfleet.tokenpilot import policy
-from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column
+from tokenfleet.tokenpilot import lanes, policy
+from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column, Mask
 from tokenfleet.tokenpilot.desk import INFINITY, Desk
 from tokenfleet.tokenpilot.policy import NO_ROOM, Asked, Candidate, Lack, Room, Situation
 from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, chain_of
-from tokenfleet.tokenpilot.state import Forecast, Load, Waiting, pairs
+from tokenfleet.tokenpilot.state import Forecast, Load, Pool, Waiting, pairs
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested
 from tokenfleet_schemas.request import Ask
 
 #: pools up to this size are named in full in every decision
 _NAMED_MAX = 16
+#: how old the knowledge may be of who was held long enough, ms
+_AGED_MS = 250.0
 _LACKS: tuple[Lack, ...] = ("", "sequences", "kv_tokens", "prefill_tokens")
 
 
@@ -57,6 +60,10 @@ class Choosing(Desk):
             soon = self.knobs.feedback_ms / per_token_ms
         prefill_left = np.maximum(0.0, board.lookahead_tokens - ahead)
         lacks = np.where((asked.prefill_tokens > prefill_left) & (ahead > soon), 3, 0)
+        least = float(asked.prefill_tokens.min())
+        longest = self._longest(self._pool(ask.model, ask.version), board, ahead, codes == 0, least)
+        if longest is not None and not self._aged(waiting, least, board, now_ms):
+            lacks[asked.prefill_tokens > longest] = 3
         lacks = np.where(asked.lacks_kv, 2, lacks)
         lacks = np.where(asked.sequences_left < 1, 1, lacks)
         situation.bound_tokens = self._bound_tokens(ask, board, waiting)
@@ -234,7 +241,56 @@ class Choosing(Desk):
             limit = load.done_max(heard.report.token_budget)
             done = min(limit, max(0.0, now_ms - load.anchor_ms) / per_token_ms)
             soon = self.knobs.feedback_ms / per_token_ms
-        return policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon, self._kv_ahead)
+        room = policy.room_of(self.fleet, self.site, heard, load, now_ms, self.knobs, done, soon, self._kv_ahead)
+        most = self._longest_there(name, heard, now_ms)
+        return room if most == INFINITY else msgspec.structs.replace(room, longest_tokens=int(most))
+
+    def _longest_there(self, name: str, heard: Heard, now_ms: float) -> float:
+        """Longest prefill that may begin on one instance; what has waited long enough for others may everywhere."""
+        report = heard.report
+        pool = self._pool(report.model, report.version)
+        if pool is None or not pool.held or not self._reckons or not self.knobs.lanes:
+            return INFINITY
+        board = self._board(report.model, now_ms)
+        known = self._limits.get((report.model, report.version))
+        if known is None or known[0] != now_ms:
+            _, _, _, per_token_ms = policy.pace(board)
+            ahead = board.prefill_tokens - policy.progress(board, per_token_ms, now_ms)
+            able = board.eligible(next(iter(pool.waiting.values())).request.ask, (), now_ms) == 0
+            longest = self._longest(pool, board, ahead, able, INFINITY)
+            if longest is not None:
+                longest = np.maximum(longest, self._longest_aged(pool, board, now_ms))
+            known = self._limits[report.model, report.version] = now_ms, longest
+        return INFINITY if known[1] is None else float(known[1][board.row[name]])
+
+    def _longest_aged(self, pool: Pool, board: Board, now_ms: float) -> float:
+        at_ms, tokens = self._aged_tokens.get((pool.model, pool.version), (-INFINITY, 0.0))
+        if now_ms - at_ms > _AGED_MS:
+            held = (w for w in pool.waiting.values() if w.held is not None)
+            sizes = ((w, w.held.work.prefill_tokens) for w in held if w.held is not None)
+            tokens = max((float(size) for w, size in sizes if self._aged(w, size, board, now_ms)), default=0.0)
+            self._aged_tokens[pool.model, pool.version] = now_ms, tokens
+        return tokens
+
+    def _longest(self, pool: Pool | None, board: Board, ahead: Column, able: Mask, tokens: float) -> Column | None:
+        """Longest prefill that may begin on each instance (`lanes`), where one of so many tokens could be too long."""
+        if pool is None or not self._reckons or not self.knobs.lanes:
+            return None
+        key, count = (pool.model, pool.version), int(able.sum())
+        known = self._needs.get(key)
+        if known is None or known[0] != (pool.sizes.at_ms, count):
+            _, _, _, per_token_ms = policy.pace(board)
+            needs = pool.sizes.needs(count, 1000.0 / float(per_token_ms.mean()))
+            first = int(np.argmax(needs >= 1.0))
+            border = lanes.LONG * float(lanes.EDGES[first]) if needs[first] >= 1.0 else INFINITY
+            known = self._needs[key] = (pool.sizes.at_ms, count), border, needs
+        return lanes.longest(known[2], ahead, able) if tokens > known[1] else None
+
+    def _aged(self, waiting: Waiting, tokens: float, board: Board, now_ms: float) -> bool:
+        """Whether it has been held long enough for others' sake: nobody waits for ever for its lane."""
+        elapsed_ms, own_ms = waiting.elapsed_ms(now_ms), tokens * float(board.token_ms.mean())
+        due_ms = waiting.request.ask.ttft_ms or 0.0
+        return elapsed_ms > max(self.knobs.lanes_patience * own_ms, self.knobs.lanes_slack * due_ms)
 
     def _room_due_ms(self, name: str, tokens: int, now_ms: float) -> float:
         """When prefill room for so many tokens is there if nobody says anything, our clock; infinity: who knows."""

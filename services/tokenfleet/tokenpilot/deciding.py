@@ -163,6 +163,7 @@ class Deciding(Choosing):
             forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
+        pool.sizes.learn(assigned.work.prefill_tokens, now_ms)
         load = self.state.load(assigned.instance)
         if load.anchor_ms == now_ms and booking.forecast is not None:
             load.anchor_ms += booking.forecast.delay_ms

@@ -12,7 +12,7 @@ from tokenfleet.eligibility import FRESH_MS
 from tokenfleet.fleet import Fleet
 from tokenfleet.offices import Offices
 from tokenfleet.tokenpilot import policy
-from tokenfleet.tokenpilot.board import Board
+from tokenfleet.tokenpilot.board import Board, Column
 from tokenfleet.tokenpilot.exact_index import ExactIndex
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
 from tokenfleet.tokenpilot.predictor import Model
@@ -86,12 +86,18 @@ class Desk:
         self._few: list[Model] | None = None
         #: instances whose room changed while this message was handled
         self._touched: set[str] = set()
+        #: by (model, version): what `lanes` needs (its key, smallest size that may be limited, instances per border),
+        #: the limits at a time, and the longest hold that was held long enough at a time
+        self._needs: dict[tuple[str, str], tuple[tuple[float, int], float, Column]] = {}
+        self._limits: dict[tuple[str, str], tuple[float, Column | None]] = {}
+        self._aged_tokens: dict[tuple[str, str], tuple[float, float]] = {}
         self._wake_ms = INFINITY
         self._ensure_pools()
 
     def _touch(self, name: str) -> None:
         """The instance's load or report changed: its room may be offered."""
         self._touched.add(name)
+        self._limits.clear()
         for board in self._boards.values():
             board.dirty.add(name)
 

@@ -43,6 +43,8 @@ class Room(msgspec.Struct, frozen=True):
     kv_tokens: int
     #: nothing at all is booked there
     empty: bool = False
+    #: a longer prefill must not begin there now: shorter ones need the instance; 0: no limit
+    longest_tokens: int = 0
 
     def any(self) -> bool:
         """Whether some request could fit."""
@@ -60,7 +62,7 @@ class Room(msgspec.Struct, frozen=True):
             return "kv_tokens"
         if work.prefill_tokens > self.prefill_tokens and not self.idle:
             return "prefill_tokens"
-        return ""
+        return "prefill_tokens" if 0 < self.longest_tokens < work.prefill_tokens else ""
 
 
 NO_ROOM = Room(0, False, 0, 0)

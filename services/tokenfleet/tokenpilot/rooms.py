@@ -27,6 +27,8 @@ class Rooms(Deciding):
     def _after(self, now_ms: float) -> Iterator[Effect]:
         """Offer the room that changed, then ask to be woken when something is due."""
         touched, self._touched = self._touched, set()
+        if touched:  # what ended on one instance may lift the limit of another
+            touched |= {name for name, offer in self._offers.items() if offer.room.longest_tokens}
         for name in sorted(touched):
             heard = self.state.view.instances(self.site).get(name)
             if heard is None:
@@ -98,6 +100,7 @@ class Rooms(Deciding):
                 idle=room.idle,
                 sequences=room.sequences,
                 kv_tokens=room.kv_tokens,
+                longest_tokens=room.longest_tokens,
                 last_released=pool.last_released,
                 held=pool.held,
             )

@@ -54,6 +54,11 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     kv_price: float = 5.0
     #: price of being late on an instance while another would be in time, in the time that it is late
     late_price: float = 5.0
+    #: whether long prefills leave room for short ones on some instances (`tokenpilot.lanes`)
+    lanes: bool = True
+    #: a prefill is held for that at most so many times its own length, and this part of the time that it has
+    lanes_patience: float = 4.0
+    lanes_slack: float = 0.5
     #: candidates named in a decision where there are more: the cheapest
     shortlist: int = 8
     #: tombstones of ended requests are kept this long against late and repeated messages, ms

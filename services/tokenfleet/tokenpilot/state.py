@@ -12,6 +12,7 @@ import msgspec
 from tokenfleet.eligibility import CapacityView
 from tokenfleet.presence import Presence
 from tokenfleet.tokenpilot.breaker import Breaker
+from tokenfleet.tokenpilot.lanes import Sizes
 from tokenfleet.tokenpilot.lengths import LengthBook
 from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
 from tokenfleet.tokenpilot.settings import Knobs
@@ -233,6 +234,8 @@ class Pool(msgspec.Struct):
     release_term: int = 0
     #: round robin's place
     turn: int = 0
+    #: prefills that were sent to its instances lately
+    sizes: Sizes = msgspec.field(default_factory=Sizes)
 
     def hold(self, waiting: Waiting, held: PlacementHeld | None) -> None:
         """Set or clear the answer `held` of a waiting request."""
