@@ -71,6 +71,8 @@ _COLUMNS = (
     "tpot_prefill_ms",
     "tpot_seen_ms",
     "warmth",
+    "booked_ms",
+    "slowness",
     "number",
     "reachable",
     "breaker",
@@ -119,6 +121,9 @@ class Board:
     tpot_seen_ms: Column
     #: share of requests that may go there as to any other: below 1 for an instance that began a moment ago
     warmth: Column
+    #: last booking made there; and learned prefill time over what its kind of hardware was said to take
+    booked_ms: Column
+    slowness: Column
     #: bit of the prefix index
     number: Column
     reachable: Column
@@ -205,6 +210,8 @@ class Board:
             *per_token,
             np.nan if load.tpot_ms is None else load.tpot_ms,
             warmth,
+            load.booked_ms,
+            model.slowness,
             number,
             bool(report.endpoint_url),
             blocked,

@@ -67,6 +67,7 @@ class Choosing(Desk):
         lacks = np.where(asked.lacks_kv, 2, lacks)
         lacks = np.where(asked.sequences_left < 1, 1, lacks)
         situation.bound_tokens = self._bound_tokens(ask, board, waiting)
+        situation.burn_price = self._burn_price(self._pool(ask.model, ask.version), board)
         terms = situation.terms = self.scorer(situation, board, asked)
         able = codes == 0
         situation.board, situation.able_rows, situation.roomy_rows = board, able, able & (lacks == 0)
@@ -219,7 +220,9 @@ class Choosing(Desk):
         said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
         rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
         per_token = tpot_features(decoding, kv_read, ahead + own)
-        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms, model.ttft.coefficients()[0] + rtt_ms / 2)
+        delay_ms = model.ttft.coefficients()[0] + rtt_ms / 2
+        stale = now_ms - load.booked_ms > self.knobs.retry_ms
+        return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms, delay_ms, stale)
 
     @property
     def _reckons(self) -> bool:
@@ -271,6 +274,18 @@ class Choosing(Desk):
             tokens = max((float(size) for w, size in sizes if self._aged(w, size, board, now_ms)), default=0.0)
             self._aged_tokens[pool.model, pool.version] = now_ms, tokens
         return tokens
+
+    def _burn_price(self, pool: Pool | None, board: Board) -> float:
+        """What burnt compute costs others: nothing while instances are idle anyway, much where every one is busy.
+
+        The work that waits in a queue is busy / (1 - busy) times that in service (M/M/1): each further ms of prefill
+        is waited for that often. The knob is its ceiling.
+        """
+        if pool is None:
+            return self.knobs.burn_price
+        _, _, _, per_token_ms = policy.pace(board)
+        busy = pool.sizes.busy(len(board.names), 1000.0 / float(per_token_ms.mean()))
+        return self.knobs.burn_price if busy >= 1.0 else min(self.knobs.burn_price, busy / (1.0 - busy))
 
     def _longest(self, pool: Pool | None, board: Board, ahead: Column, able: Mask, tokens: float) -> Column | None:
         """Longest prefill that may begin on each instance (`lanes`), where one of so many tokens could be too long."""

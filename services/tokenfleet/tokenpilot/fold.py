@@ -325,7 +325,7 @@ class Folding(Rooms):
             self.state.residuals.setdefault(model.key, Residual()).learn(
                 forecast.bucket, forecast.physics_ms, actual_ms
             )
-            if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms):
+            if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms, stale=forecast.stale):
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
             for other in self._novices():

@@ -43,6 +43,10 @@ class Sizes(msgspec.Struct):
         self.at_ms = now_ms
         self.tokens[int(EDGES.searchsorted(tokens, side="right"))] += tokens
 
+    def busy(self, instances: int, tokens_per_s: float) -> float:
+        """Part of the time for which so many instances at this rate were busy with them."""
+        return sum(self.tokens) * 1000.0 / max(1000.0, self.span_ms) / max(1.0, instances * tokens_per_s)
+
     def needs(self, instances: int, tokens_per_s: float) -> Column:
         """For each border: instances that the prefills below it need, of so many that compute at this rate.
 

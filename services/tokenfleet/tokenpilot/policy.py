@@ -117,6 +117,8 @@ class Situation(msgspec.Struct):
     #: how many can serve it, with room or without; which these are, and which of them have room
     able: int = 0
     board: Board | None = None
+    #: price of compute that a prefill burns, in its own time
+    burn_price: float = 0.0
     #: prefill of others that waits for each instance's room and for no other
     bound_tokens: Column = np.zeros(0)
     terms: dict[str, Column] = {}
@@ -224,7 +226,8 @@ def slots_ms(situation: Situation, board: Board, asked: Asked) -> Column:
 def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[str, Column]:
     """J: the request's own time to the first token, and a price on the compute that it burns and the delay it inflicts.
 
-    J = wait + own + kv + (mu + w N) own, where N counts the sequences there: a prefill delays all of them. Time by
+    J = wait + own + kv + (mu + w N) own, where mu grows with the load of the pool (`Situation.burn_price`) and N counts
+    the sequences there: a prefill delays all of them. Time by
     which the first token (with the class's margin) would be late costs extra, as much as compute where another would
     be in time; time by which each token would be late costs once more. The time to the first token is the predictor's,
     from the prefill ahead as it must be by now.
@@ -262,7 +265,7 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     own_ms = np.minimum(board.delay_ms + burnt_ms, ttft_ms)
     wait_ms = np.maximum(ttft_ms - own_ms, slot_ms)
     total_ms = wait_ms + own_ms + kv_ms
-    cost_ms = total_ms + (knobs.burn_price + knobs.delay_price * board.sequences) * burnt_ms
+    cost_ms = total_ms + (situation.burn_price + knobs.delay_price * board.sequences) * burnt_ms
     # KV is held as long as the request stays; a full instance makes whoever comes next wait for it.
     share = np.minimum(1.0, (board.kv_tokens + board.foreign_kv_tokens + asked.kv_tokens) / board.kv_total)
     cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.kv_tokens / board.kv_total
@@ -273,6 +276,14 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         cost_ms = cost_ms + price * late_ms
     if ask.tpot_ms is not None:
         cost_ms = cost_ms + situation.decode_tokens * np.maximum(0.0, tpot_ms - ask.tpot_ms)
+    idle = situation.now_ms - board.booked_ms > knobs.retry_ms
+    if idle.any():
+        # Slow is what it was when it last got something. One request that would be on time even so sees it as its
+        # equals: nobody else can find out whether it has recovered (F14).
+        usual = float(np.median(board.slowness))
+        safe = situation.slack_ms is None or total_ms * (1.0 + situation.margin) < situation.slack_ms
+        retried = idle & (board.slowness > usual) & safe
+        cost_ms = np.where(retried, np.minimum(cost_ms, cost_ms * usual / board.slowness), cost_ms)
     cold = board.warmth < 1.0
     if cold.any() and not cold.all():
         # Slow start: only a growing share of requests sees a newcomer as it is; the others see the worst of the rest.

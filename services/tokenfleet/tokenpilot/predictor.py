@@ -38,6 +38,10 @@ _DRIFT, _DRIFT_OVER = 0.3, 2.0
 _DRIFT_GAP = 50
 #: conformal step, and the share of outcomes that may be above the margin
 _GAMMA, _ALPHA = 0.02, 0.1
+#: an outcome this far off, as a share of it, after long without any: what was known does not hold
+_FAR = 0.2
+#: no single outcome says more than that
+_RESCALE_MAX = 4.0
 _QUEUE_BUCKETS, _DECODE_BUCKETS = 5, 5
 
 #: shape of the prior, relative to the time of one token's prefill; middle of the published fits for 8B to 70B on A100
@@ -99,6 +103,12 @@ class Regression(msgspec.Struct):
         self.covariance = grown
         self.samples += 1
 
+    def rescale(self, ratio: float) -> None:
+        """Everything takes about so many times as long: half way there at once, the rest is to be learned anew."""
+        factor = min(_RESCALE_MAX, max(1.0 / _RESCALE_MAX, ratio)) ** 0.5
+        self.multiples = [min(_MULTIPLE_MAX, max(_MULTIPLE_MIN, m * factor)) for m in self.multiples]
+        self.free()
+
     def free(self) -> None:
         """Let every coefficient move again as freely as at the beginning."""
         self.covariance = _fresh(len(self.prior))
@@ -141,6 +151,10 @@ def bucket(ahead_steps: float, decoding: float, sequences_max: float) -> int:
     return queue * _DECODE_BUCKETS + full
 
 
+#: features of a prompt of 4,000 tokens that nobody shares or delays
+_MIDDLING = (0.0, 4000.0, 8e6, 1.0, 0.0)
+
+
 class Model(msgspec.Struct):
     """All that was learned of one instance with one model version."""
 
@@ -167,12 +181,21 @@ class Model(msgspec.Struct):
         )
 
     @property
+    def slowness(self) -> float:
+        """Prefill time of a prompt of middling length as it was learned, over its prior's."""
+        times = zip(_MIDDLING, self.ttft.prior, self.ttft.multiples, strict=True)
+        parts = [(x * p, x * p * m) for x, p, m in times]
+        return sum(learned for _, learned in parts) / sum(prior for prior, _ in parts)
+
+    @property
     def known(self) -> bool:
         """Whether its predictions may be said."""
         return self.rated or self.ttft.samples >= ENOUGH
 
-    def learn_ttft(self, features: list[float], predicted_ms: float, actual_ms: float) -> bool:
-        """An outcome and what was said of it; True when the model is found to drift."""
+    def learn_ttft(
+        self, features: list[float], predicted_ms: float, actual_ms: float, *, stale: bool = False
+    ) -> bool:
+        """An outcome and what was said of it; True when the model is found to drift. `stale`: the first in a while."""
         error = min(_CLIP, abs(predicted_ms - actual_ms) / max(actual_ms, 1.0))
         self.samples += 1
         self.error += max(1.0 / self.samples, _FAST) * (error - self.error)
@@ -182,6 +205,10 @@ class Model(msgspec.Struct):
             and self.samples - self.alarmed_at >= _DRIFT_GAP
             and self.error > max(_DRIFT, _DRIFT_OVER * self.usual_error)
         )
+        if stale and error > _FAR:
+            # An alarm wants many samples; who gets one request in a while must not wait for them.
+            self.ttft.rescale(actual_ms / max(predicted_ms, 1.0))
+            self.tpot.free()
         if drifts:
             self.alarmed_at = self.samples
             self.ttft.free()

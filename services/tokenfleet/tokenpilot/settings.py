@@ -46,7 +46,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     breaker_quiet_ms: float = 60_000.0
     #: digests remembered per instance by the approximate prefix index (64 tokens each)
     prefix_digests: int = 32_768
-    #: price of compute that a prefill burns, in its own time: mu of the scorer `predicted-latency`
+    #: highest price of compute that a prefill burns, in its own time: mu of the scorer `predicted-latency`
     burn_price: float = 5.0
     #: price of the delay that a prefill inflicts on each sequence there, in its own time: w
     delay_price: float = 0.05
@@ -54,6 +54,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     kv_price: float = 5.0
     #: price of being late on an instance while another would be in time, in the time that it is late
     late_price: float = 5.0
+    #: an instance that has become slow and got nothing for so long is tried again with one request, ms
+    retry_ms: float = 10_000.0
     #: whether long prefills leave room for short ones on some instances (`tokenpilot.lanes`)
     lanes: bool = True
     #: a prefill is held for that at most so many times its own length, and this part of the time that it has

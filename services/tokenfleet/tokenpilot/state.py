@@ -50,6 +50,8 @@ class Forecast(msgspec.Struct):
     rtt_ms: float = 0.0
     #: until the engine begins with it if it is idle
     delay_ms: float = 0.0
+    #: nothing had been booked there for a while
+    stale: bool = False
 
 
 class Booking(msgspec.Struct):
@@ -141,6 +143,8 @@ class Load(msgspec.Struct):
     #: when this incarnation was first heard of, and first tokens since; None: from the beginning, as all others
     cold_since_ms: float | None = None
     first_tokens: int = 0
+    #: last booking made here
+    booked_ms: float = 0.0
     breaker: Breaker = msgspec.field(default_factory=Breaker)
 
     def lookahead(self, knobs: Knobs) -> float:
@@ -308,6 +312,7 @@ class State(msgspec.Struct):
         self.of_request.setdefault(booking.request_id, []).append(booking.id)
         load = self.load(booking.instance)
         load.sequences += 1
+        load.booked_ms = max(load.booked_ms, booking.booked_ms)
         load.kv_tokens += booking.work.kv_tokens
         if booking.started:
             load.decoding += 1

@@ -5,6 +5,7 @@ import pytest
 from tests.unit.tokenpilot.driver import Pilot, only
 
 from tokenfleet.tokenpilot.lanes import EDGES, LONG, Sizes, longest
+from tokenfleet_schemas.outcome import Times
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld
 from tokenfleet_schemas.room import RoomOffered
 
@@ -71,8 +72,9 @@ def busy() -> tuple[Pilot, PlacementHeld, set[str]]:
     for n in range(400):
         tokens = 30_000 if n % 40 == 0 else 2000
         assigned = only(p.request(f"r{n}", input_tokens=tokens, ttft_ms=60_000), PlacementAssigned)
+        ttft_ms = 15 + tokens / 10
         p.start(assigned)
-        p.finish(assigned)
+        p.finish(assigned, times=Times(queue_ms=0.0, ttft_ms=ttft_ms, tpot_ms=20.0, e2e_ms=ttft_ms + 400))
         p.now_ms += 250
         if n % 4 == 0:
             p.report_all()
