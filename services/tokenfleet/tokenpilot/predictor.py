@@ -192,9 +192,7 @@ class Model(msgspec.Struct):
         """Whether its predictions may be said."""
         return self.rated or self.ttft.samples >= ENOUGH
 
-    def learn_ttft(
-        self, features: list[float], predicted_ms: float, actual_ms: float, *, stale: bool = False
-    ) -> bool:
+    def learn_ttft(self, features: list[float], predicted_ms: float, actual_ms: float, *, stale: bool = False) -> bool:
         """An outcome and what was said of it; True when the model is found to drift. `stale`: the first in a while."""
         error = min(_CLIP, abs(predicted_ms - actual_ms) / max(actual_ms, 1.0))
         self.samples += 1
