@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -655,11 +656,12 @@ class Engine:
         """Remove blocks from the pool, throwing out the least recently used cached ones for want of free ones."""
         free = self._free
         if need > free:
-            popitem, journal = self._idle.popitem, self.journal
-            for _ in range(need - free):
-                name, _ = popitem(last=False)
-                if journal is not None:
-                    journal.append((None, name))
+            idle = self._idle
+            victims = list(islice(idle, need - free))
+            for name in victims:
+                del idle[name]
+            if self.journal is not None:
+                self.journal += [(None, name) for name in victims]
             self._free = 0
         else:
             self._free = free - need
@@ -670,23 +672,35 @@ class Engine:
         A block whose hash exists already (two sequences computed the same prefix at once) stays private: its memory is
         used twice, as in vLLM.
         """
-        shared, idle, held, journal = self._shared, self._idle, seq._held, self.journal
-        for index, name in enumerate(seq._hashes[first:last], first):
-            if name not in shared and name not in idle:
-                shared[name] = 1
-                held.append(name)
-                if journal is not None:
-                    journal.append((seq, index))
+        shared, idle, journal = self._shared, self._idle, self.journal
+        names = seq._hashes[first:last]
+        fresh = dict.fromkeys([name for name in names if name not in shared and name not in idle], 1)
+        if fresh:
+            shared.update(fresh)
+            seq._held += fresh
+            if journal is not None:
+                at = {name: index for index, name in reversed(list(enumerate(names, first)))}
+                journal += [(seq, at[name]) for name in fresh]
 
     def _release(self, seq: Sequence) -> None:
         """Give back all blocks; shared ones stay reusable, the tail first to be thrown out."""
         shared, idle = self._shared, self._idle
         held = seq._held
         self._free += seq._blocks - len(held)
-        for name in reversed(held):
-            refs = shared[name] - 1
-            if refs:
-                shared[name] = refs
+        held.reverse()
+        # Nearly always only the beginning of a prompt has other users: the rest is moved at once.
+        refs = list(map(shared.__getitem__, held))
+        alone = refs.count(1)
+        if refs[:alone].count(1) < alone:
+            alone = 0
+        mine = held[:alone]
+        for name in mine:
+            del shared[name]
+        idle.update(dict.fromkeys(mine))
+        for name in held[alone:]:
+            count = shared[name] - 1
+            if count:
+                shared[name] = count
             else:
                 del shared[name]
                 idle[name] = None

@@ -7,11 +7,12 @@ inside its tick: replayed raw, such stamps send bursts that never happened. Stam
 
 import math
 import random
-from array import array
 from base64 import b64encode
+from itertools import chain
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from tokenfleet import prefix
 from tokenfleet.fleet import Fleet
@@ -61,17 +62,19 @@ class Arrival(msgspec.Struct, kw_only=True):
         per = self.block_tokens // prefix.CHUNK_TOKENS
         count = min(self.input_tokens // prefix.CHUNK_TOKENS, len(self.blocks) * per)
         top = self.salt << _BLOCK_BITS
-        chain = array("Q", [top + block * per + n for block in self.blocks for n in range(per)][:count])
+        firsts = np.array(self.blocks, np.uint64) * np.uint64(per) + np.uint64(top)
+        digests = (firsts[:, None] + np.arange(per, dtype=np.uint64)).ravel()[:count]
         if count <= prefix.MAX_DIGESTS:
-            return b64encode(chain.tobytes()).decode(), 1
-        return prefix.pack(chain.tobytes())
+            return b64encode(digests.tobytes()).decode(), 1
+        return prefix.pack(digests.tobytes())
 
     def block_names(self, engine_block_tokens: int) -> list[int]:
         """The names of the prompt's full KV blocks, as an engine would hash them."""
         per = self.block_tokens // engine_block_tokens
         top = self.salt << _BLOCK_BITS
         count = self.input_tokens // engine_block_tokens
-        return [name for block in self.blocks for name in range(top + block * per, top + (block + 1) * per)][:count]
+        runs = (range(top + block * per, top + (block + 1) * per) for block in self.blocks)
+        return list(chain.from_iterable(runs))[:count]
 
 
 def draw(scenario: Scenario, seed: int) -> list[Arrival]:

@@ -92,6 +92,8 @@ class Desk:
         self._limits: dict[tuple[str, str], tuple[float, Column | None]] = {}
         self._aged_tokens: dict[tuple[str, str], tuple[float, float]] = {}
         self._wake_ms = INFINITY
+        #: how long SLOMax may take to answer, and in which fleet
+        self._answers: tuple[Fleet | None, float] = None, 0.0
         self._ensure_pools()
 
     def _touch(self, name: str) -> None:

@@ -81,10 +81,17 @@ class PrefixIndex:
                 self._put(digest, bit)
             known[digest] = stride
             chunks += stride - before
-        while chunks > limit:
-            digest = next(iter(known))
-            chunks -= known.pop(digest)
-            self._take(digest, bit)
+        if chunks > limit:
+            # Looked for in one go: the way to a dict's front gets longer with each that is taken from there.
+            oldest = []
+            for digest, count in known.items():
+                oldest.append(digest)
+                chunks -= count
+                if chunks <= limit:
+                    break
+            for digest in oldest:
+                del known[digest]
+                self._take(digest, bit)
         self._chunks[instance] = chunks
 
     def store(self, instance: str, digests: Sequence[int]) -> None:

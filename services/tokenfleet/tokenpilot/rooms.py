@@ -158,6 +158,11 @@ class Rooms(Deciding):
 
     def _answer_ms(self) -> float:
         """How long SLOMax may take: it may run at any entry."""
+        if self._answers[0] is not self.fleet:
+            self._answers = self.fleet, self._slowest_answer_ms()
+        return self._answers[1]
+
+    def _slowest_answer_ms(self) -> float:
         entries = [name for name, site in self.fleet.sites.items() if site.entry]
         rtts = [self.fleet.rtt_ms(self.site, entry) for entry in entries]
         slowest = max((UNKNOWN_RTT_MS if rtt is None else rtt for rtt in rtts), default=UNKNOWN_RTT_MS)

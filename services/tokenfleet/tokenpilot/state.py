@@ -6,6 +6,7 @@ told. An end that comes before its beginning leaves a tombstone.
 """
 
 from itertools import takewhile
+from operator import itemgetter
 
 import msgspec
 
@@ -30,6 +31,9 @@ INFINITY = float("inf")
 KV_SAMPLES, KV_SCALE_MIN = 4, 0.6
 #: a new incarnation is seen as any other after so many first tokens, or so long, ms
 WARM_TOKENS, WARM_MS = 8, 10_000.0
+
+
+_TOKENS = itemgetter(1)
 
 
 class BookingError(ValueError):
@@ -174,12 +178,12 @@ class Load(msgspec.Struct):
     @property
     def foreign_sequences(self) -> int:
         """Sequences beyond our bookings that persisted over the last reports."""
-        return min((sequences for sequences, _ in self.foreign), default=0)
+        return min(self.foreign)[0] if self.foreign else 0
 
     @property
     def foreign_kv_tokens(self) -> int:
         """KV tokens beyond our bookings that persisted over the last reports."""
-        return int(min((tokens for _, tokens in self.foreign), default=0.0))
+        return int(min(map(_TOKENS, self.foreign))) if self.foreign else 0
 
     def done_max(self, token_budget: int) -> int:
         """Prefill that can have been computed without a first token having come: the oldest's, and one step's."""
