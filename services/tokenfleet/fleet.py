@@ -50,7 +50,7 @@ class Policy(Table, frozen=True, kw_only=True):
     #: `least-work` compares booked prefill over declared rates; both hold requests beyond the look-ahead;
     #: `round-robin` assigns at once, in turn, and `least-requests` at once, where the fewest requests are open
     placement: Literal["predicted-latency", "least-work", "round-robin", "least-requests"] = "predicted-latency"
-    #: FleetMind. `home-first` diverts above the load ceiling; `round-robin` takes allowed sites in turn
+    #: FleetMind. `home-first` diverts where that costs less by a margin; `round-robin` takes allowed sites in turn
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid
     admission: Literal["pools", "none"] = "pools"
@@ -164,7 +164,7 @@ class Site(Table, frozen=True, kw_only=True):
     #: ordered home sites per model, for requests that enter here
     homes: dict[str, tuple[str, ...]] = {}
     gpus: int = 0
-    #: above this share of its room a site takes no diverted work
+    #: above this share of its room a site takes no work of entries whose home it is not
     load_ceiling: float = 0.85
     #: what an hour of one GPU costs here, in any one currency, for reports; null: unknown
     gpu_hour_price: float | None = None

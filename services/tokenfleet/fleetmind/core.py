@@ -4,8 +4,8 @@ Pure: `(message, now_ms) -> effects`. Without the office of a model it folds the
 a standby that takes over asks only for what was never asked for.
 """
 
-from collections.abc import Callable, Iterable
-from heapq import heappop, heappush
+from collections.abc import Callable, Collection, Iterable
+from heapq import heappop, heappush, nsmallest
 from typing import Any
 
 import msgspec
@@ -15,7 +15,8 @@ from tokenfleet.eligibility import retry_after_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import policy
 from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, LongCycle
-from tokenfleet.fleetmind.state import INFINITY, TOMBSTONE_MS, Road, State
+from tokenfleet.fleetmind.state import INFINITY, TOMBSTONE_MS, Path, Road, State
+from tokenfleet.fleetmind.view import View
 from tokenfleet.offices import Offices
 from tokenfleet_schemas.admission import REASONS, AdmissionDecided, AdmissionOwned
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
@@ -41,8 +42,11 @@ ATTEMPTS_MAX = 3
 SILENT_MS = 5_000.0
 #: longest pause between two rounds of asking
 ROUND_MAX_MS = 8_000.0
-#: held requests are looked at so often
-MOVE_EVERY_MS = 200.0
+#: held requests are looked at so often, and sooner when a place becomes free, but not more often than this
+MOVE_EVERY_MS = 100.0
+MOVE_GAP_MS = 10.0
+#: of those that the same sites could serve, so many are looked at, the most urgent first
+MOVE_LOOK_MAX = 64
 LOOK_MS = 1_000.0
 
 
@@ -61,12 +65,14 @@ class FleetMind:
         self.replica = replica
         self.ranker, self.mover = ranker, mover
         self.state = State()
+        self.view = View(fleet, self.state)
         self.offices = Offices(replica)
         self.long = LongCycle(replica, self.offices)
         self._timers: list[tuple[float, str]] = []
         self._out: list[Effect] = []
         self._look_ms = 0.0
         self._move_ms = 0.0
+        self._moved_ms = 0.0
         self._sweep_ms = 0.0
         self._folds: dict[type[Event], Callable[[Any, float], None]] = {
             AdmissionDecided: self._decided,
@@ -111,7 +117,7 @@ class FleetMind:
             _, request_id = heappop(self._timers)
             self._hop_due(request_id, now_ms)
         if now_ms >= self._move_ms and self._holds():
-            self._move_ms = now_ms + MOVE_EVERY_MS
+            self._move_ms, self._moved_ms = now_ms + MOVE_EVERY_MS, now_ms
             self._move_held(now_ms)
         self._out += self.long.wake(self.fleet, self.state.capacity, now_ms)
         return self._effects(now_ms)
@@ -150,6 +156,7 @@ class FleetMind:
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:
         """Take a reloaded fleet file: it holds for what is decided from now on."""
         self.fleet = fleet
+        self.view = View(fleet, self.state)
         return self._effects(now_ms)
 
     def snapshot(self) -> bytes:
@@ -164,6 +171,7 @@ class FleetMind:
         except msgspec.DecodeError as error:
             raise ValueError(f"no checkpoint of this version: {error}") from None
         self.offices.marks, self.long.state = dict(self.state.offices), self.state.plan
+        self.view = View(self.fleet, self.state)
         self._timers = []
         for request_id, road in self.state.roads.items():
             self._arm(road.watch_until_ms, request_id)
@@ -216,12 +224,13 @@ class FleetMind:
 
     def _open(self, ask: Ask, cause: str, elapsed_ms: float, now_ms: float) -> Road:
         road = self.state.roads[ask.request_id] = Road(ask, now_ms - elapsed_ms, cause)
+        road.home = next(iter(self.view.order(ask.entry, ask.model)), "")
         self.state.presence.open(ask.request_id, ask.gateway, ask.gateway_incarnation, now_ms)
         return road
 
     def _place(self, road: Road, term: int, now_ms: float, *, avoid: Iterable[str] = ()) -> None:
         """Rank the sites and ask the best, or refuse when nobody may or can serve the request."""
-        ranking = self.ranker(self.fleet, self.state, road, now_ms, avoid=tuple(avoid))
+        ranking = self.ranker(self.view, road, now_ms, avoid=tuple(avoid))
         if ranking.site:
             if ranking.turn:
                 self.state.turns[ranking.turn] = self.state.turns.get(ranking.turn, 0) + 1
@@ -230,7 +239,7 @@ class FleetMind:
             self._refuse(road, ranking.reason, ranking.reset_ms, term, now_ms, ranking.considered)
 
     def _ask_again(self, road: Road, term: int, now_ms: float) -> None:
-        ranking = self.ranker(self.fleet, self.state, road, now_ms)
+        ranking = self.ranker(self.view, road, now_ms)
         out = {one.name: one.out for one in ranking.considered}
         if out.get(road.site) == "":
             chosen = tuple(msgspec.structs.replace(c, chosen=c.name == road.site) for c in ranking.considered)
@@ -259,7 +268,7 @@ class FleetMind:
             revision=revision,
             elapsed_ms=max(0.0, now_ms - road.received_ms),
             excluded=road.excluded,
-            sites=considered,
+            sites=policy.said(considered),
         )
         self._out.append(Publish(requested))
         self._out.append(Note("fleetmind_requested", {"site": site, "why": why}))
@@ -267,12 +276,12 @@ class FleetMind:
 
     def _asked(self, road: Road, message: PlacementRequested, now_ms: float) -> None:
         """Fold a request for a site: ours, a predecessor's, or a fallback's."""
-        self.state.drop_load(road)
+        self.state.drop_load(road, now_ms)
         road.attempt, road.revision = message.attempt, message.revision
         road.site, road.phase, road.answer = message.site, "asked", ""
         road.excluded = message.excluded
         self.state.take_load(road, now_ms)
-        wait_ms = policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site)
+        wait_ms = policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site, now_ms)
         road.watch_until_ms = now_ms + min(ROUND_MAX_MS, wait_ms * 2.0**road.rounds)
         self._arm(road.watch_until_ms, road.ask.request_id)
 
@@ -323,7 +332,7 @@ class FleetMind:
             reason=reason,
             status=status,
             retry_after_s=retry_after_s(ask.request_id, reset_ms) if status in (429, 503) else None,
-            sites=considered,
+            sites=policy.said(considered),
         )
         self._out.append(Publish(refused))
         self._out.append(Note("fleetmind_refused", {"reason": reason}, {"request": ask.request_id}))
@@ -341,11 +350,11 @@ class FleetMind:
         labels = {"site": road.site}
         self._out.append(Note("fleetmind_silent", labels, {"request": request_id}, level="warning"))
         road.tried.append(road.site)
-        ranking = self.ranker(self.fleet, self.state, road, now_ms, avoid=road.tried)
+        ranking = self.ranker(self.view, road, now_ms, avoid=road.tried)
         if not ranking.site:
             # All were asked: begin a new round, with a longer pause each time.
             road.tried, road.rounds = [], road.rounds + 1
-            ranking = self.ranker(self.fleet, self.state, road, now_ms)
+            ranking = self.ranker(self.view, road, now_ms)
         if not ranking.site:
             self._refuse(road, ranking.reason, ranking.reset_ms, term, now_ms, ranking.considered)
             return
@@ -358,26 +367,53 @@ class FleetMind:
     def _holds(self) -> bool:
         return any(load.held for load in self.state.loads.values())
 
+    def _room_at(self, now_ms: float) -> None:
+        """A place may be free: whoever is held elsewhere need not wait for the next look."""
+        self._move_ms = min(self._move_ms, max(now_ms, self._moved_ms + MOVE_GAP_MS))
+
     def _move_held(self, now_ms: float) -> None:
-        """Move held requests to sites with clear room; each move counts there at once, so they do not herd."""
-        held = [
-            road
-            for load in self.state.loads.values()
-            for road in (self.state.roads.get(rid) for rid in load.held)
-            if road is not None and self._term(road.ask) and policy.may_move(self.fleet, self.state, road, now_ms)
-        ]
-        for road in sorted(held, key=lambda one: policy.urgency(one, now_ms)):
-            found = self.mover(self.fleet, self.state, road, now_ms)
-            if found is None:
-                continue
-            term = self._term(road.ask)
-            labels = {"from": road.site, "to": found.site, "why": found.why}
-            self._out.append(Note("fleetmind_moved", labels, {"request": road.ask.request_id}))
-            self._withdraw(road, found.site, term, now_ms)
-            road.moves += 1
-            road.cause = road.answer or road.cause
-            road.tried, road.rounds = [], 0
-            self._request(road, found.site, found.considered, "moved", term, now_ms)
+        """Move held requests to sites with room; each move counts there at once, so they do not herd."""
+        groups: dict[tuple[str, ...], list[Road]] = {}
+        for load in self.state.loads.values():
+            for request_id in load.held:
+                road = self.state.roads.get(request_id)
+                if road is not None:
+                    ask = road.ask
+                    key = (ask.model, ask.version, ask.adapter, ask.entry, ask.entry_zone)
+                    groups.setdefault(key, []).append(road)
+        for roads in groups.values():
+            term = self._term(roads[0].ask)
+            if term:
+                self._move_group(roads, term, now_ms)
+
+    def _move_group(self, roads: list[Road], term: int, now_ms: float) -> None:
+        """Held requests that the same sites could serve, but for their tenants' rights."""
+        ask = roads[0].ask
+        stuck = {site for site in {road.site for road in roads} if self.view.pool(ask, site, now_ms)[1]}
+        for road in [road for road in roads if road.site in stuck or road.excluded]:
+            self._move(road, (), term, now_ms)
+        places = policy.places(self.view, ask, now_ms)
+        if not places:
+            return
+        waiting = [road for road in roads if road.phase == "held" and policy.movable(road, now_ms)]
+        for road in nsmallest(MOVE_LOOK_MAX, waiting, key=lambda one: policy.urgency(one, now_ms)):
+            if self._move(road, places, term, now_ms):
+                places = policy.places(self.view, ask, now_ms)
+                if not places:
+                    return
+
+    def _move(self, road: Road, among: Collection[str], term: int, now_ms: float) -> bool:
+        found = self.mover(self.view, road, now_ms, among=among)
+        if found is None:
+            return False
+        labels = {"from": road.site, "to": found.site, "why": found.why}
+        self._out.append(Note("fleetmind_moved", labels, {"request": road.ask.request_id}))
+        self._withdraw(road, found.site, term, now_ms)
+        road.moves += 1
+        road.cause = road.answer or road.cause
+        road.tried, road.rounds = [], 0
+        self._request(road, found.site, found.considered, "moved", term, now_ms)
+        return True
 
     # ------------------------------------------------------------------ the road, folded
 
@@ -401,9 +437,9 @@ class FleetMind:
         if road is None or (message.attempt, message.revision) < road.place or road.phase != "held":
             return
         if not self.offices.void(f"model:{message.model}", message.term):
-            self.state.drop_load(road)
+            self.state.drop_load(road, now_ms)
             road.phase = "asked"
-            road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site)
+            road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site, now_ms)
             self._arm(road.watch_until_ms, message.request_id)
 
     def _held(self, message: PlacementHeld, now_ms: float) -> None:
@@ -423,15 +459,12 @@ class FleetMind:
 
     def _answered(self, road: Road, site: str, answer: str, prefill_tokens: int, now_ms: float) -> None:
         """A TokenPilot spoke: the hop is done, its silence over, and the prefix hit known."""
-        self.state.drop_load(road)
-        first = road.phase == "asked" and road.site == site
+        self.state.drop_load(road, now_ms)
         road.site, road.answer = site, answer
         road.watch_until_ms, road.tried, road.rounds = INFINITY, [], 0
         load = self.state.load(self.state.key(road))
         load.silent_until_ms = 0.0
-        if first:
-            load.add_flow(prefill_tokens - road.flow_tokens, now_ms)
-            road.flow_tokens = prefill_tokens
+        road.prefill_tokens = prefill_tokens
 
     def _released(self, message: PlacementReleased, now_ms: float) -> None:
         road = self.state.roads.get(message.request_id)
@@ -453,18 +486,20 @@ class FleetMind:
         """The gateway does not use what we counted; whatever it does use says so itself."""
         road = self.state.roads.get(message.request_id)
         if road is not None and message.declined == road.answer:
-            self.state.drop_load(road)
+            self.state.drop_load(road, now_ms)
 
     def _refused(self, message: PlacementRefused, now_ms: float) -> None:
         """Whoever refused: nothing is owed any more; the gateway's final outcome closes it."""
         road = self.state.roads.get(message.request_id)
         if road is not None and message.attempt >= road.attempt:
-            self.state.drop_load(road)
+            self.state.drop_load(road, now_ms)
             road.phase, road.watch_until_ms = "refused", INFINITY
 
     def _finished(self, message: OutcomeFinished, now_ms: float) -> None:
         rid = message.request_id
+        self._room_at(now_ms)
         if message.final:
+            self._learn(message)
             self._close(rid, message.gateway, now_ms)
             return
         if rid in self.state.closed:
@@ -476,7 +511,7 @@ class FleetMind:
             road = self._open(message.ask, message.id, message.times.e2e_ms, now_ms)
         elif message.attempt < road.attempt:
             return
-        self.state.drop_load(road)
+        self.state.drop_load(road, now_ms)
         road.phase, road.attempt, road.revision = "new", message.attempt + 1, -1
         road.wanted = max(road.wanted, (road.attempt, 0))
         road.cause, road.answer, road.tried, road.rounds = message.id, "", [], 0
@@ -486,6 +521,17 @@ class FleetMind:
         term = self._term(road.ask)
         if term:
             self._retry(road, term, now_ms)
+
+    def _learn(self, message: OutcomeFinished) -> None:
+        """How long requests stay at a site, and at what pace they are answered."""
+        times = message.times
+        if message.outcome != "completed" or not message.served_site or times.queue_ms is None:
+            return
+        if message.request_id not in self.state.roads:
+            return  # a repeated message
+        stay_ms = max(0.0, times.e2e_ms - times.queue_ms)
+        pace = self.state.load((message.served_site, message.model, message.version)).pace
+        pace.learn(stay_ms, times.tpot_ms, float(message.output_tokens))
 
     def _retry(self, road: Road, term: int, now_ms: float) -> None:
         """The next attempt, elsewhere: its instance failed before the first token."""
@@ -497,7 +543,7 @@ class FleetMind:
     def _close(self, rid: str, gateway: str, now_ms: float) -> None:
         road = self.state.roads.pop(rid, None)
         if road is not None:
-            self.state.drop_load(road)
+            self.state.drop_load(road, now_ms)
         self.state.presence.close(rid, gateway)
         self.state.closed[rid] = now_ms + TOMBSTONE_MS
 
@@ -516,8 +562,9 @@ class FleetMind:
         self.state.capacity.fold(message, now_ms)
 
     def _probed(self, message: CapacityProbed, now_ms: float) -> None:
-        if message.rtt_ms is not None:
-            self.state.rtt[(message.site, message.other_site)] = message.rtt_ms
+        self.state.paths[message.site, message.other_site] = Path(
+            now_ms, message.rtt_ms, message.loss, message.bytes_per_s
+        )
 
     # ------------------------------------------------------------------ offices, time
 
@@ -534,7 +581,7 @@ class FleetMind:
             if road.phase == "new":
                 self._retry(road, message.term, now_ms)
             elif road.phase == "asked":
-                road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site)
+                road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site, now_ms)
                 self._arm(road.watch_until_ms, road.ask.request_id)
 
     def _renew(self, now_ms: float) -> None:
@@ -542,7 +589,7 @@ class FleetMind:
         self.state.capacity.renew(now_ms)
         for request_id, road in self.state.roads.items():
             if road.phase == "asked":
-                road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site)
+                road.watch_until_ms = now_ms + policy.hop_ms(self.fleet, self.state, road.ask.entry, road.site, now_ms)
                 self._arm(road.watch_until_ms, request_id)
 
     def _arm(self, at_ms: float, request_id: str) -> None:

@@ -1,11 +1,11 @@
 """What FleetMind knows: the road of every open request and what each site has taken on. No decision is made here.
 
 Load is the size of maps keyed by request and whole sums over them, so that it is exactly zero when nothing is open;
-only the recent flow of prompt tokens is a decaying number. An end before its beginning leaves a tombstone.
+only the prefill that cannot be done yet, and what is learned of a pool's pace, are estimates. An end before its
+beginning leaves a tombstone.
 """
 
 from itertools import takewhile
-from math import exp
 from typing import Literal
 
 import msgspec
@@ -20,8 +20,10 @@ from tokenfleet_schemas.request import Ask
 PoolKey = tuple[str, str, str]
 INFINITY = float("inf")
 TOMBSTONE_MS = 600_000.0
-#: horizon over which asked prompt tokens count against a site's prefill rate: two reports and some
-FLOW_MS = 2_000.0
+#: sequences booked are compared with a report over the time in which it may have been sampled, ms
+PEAK_MS = 1_000.0
+#: weight of one more request in what is learned of a pool's pace, once enough have been seen
+PACE_WEIGHT = 0.03
 
 
 class Road(msgspec.Struct):
@@ -32,6 +34,8 @@ class Road(msgspec.Struct):
     received_ms: float
     #: id of the message that the next request follows from
     cause: str
+    #: first home of its entry
+    home: str = ""
     phase: Literal["new", "asked", "held", "assigned", "refused"] = "new"
     attempt: int = 1
     #: of the last request for a site in this attempt; -1: none yet
@@ -46,8 +50,10 @@ class Road(msgspec.Struct):
     watch_until_ms: float = INFINITY
     #: id of the `held` or `assigned` that answered
     answer: str = ""
-    #: prompt tokens that it added to its site's flow
-    flow_tokens: int = 0
+    #: prompt tokens to compute at its site: expected, then as its TokenPilot says
+    prefill_tokens: int = 0
+    #: site → prompt tokens that are probably cached there
+    hits: dict[str, int] = {}
     kv_tokens: int = 0
     moves: int = 0
     held_ms: float = 0.0
@@ -65,17 +71,67 @@ class Road(msgspec.Struct):
         return (self.attempt, self.revision)
 
 
+class Pace(msgspec.Struct):
+    """How requests of a pool have lately gone: means over those that completed, the latest weigh most."""
+
+    seen: int = 0
+    #: from dispatch to end
+    stay_ms: float = 0.0
+    tpot_ms: float = 0.0
+    #: mean distance of a request's pace from `tpot_ms`
+    tpot_spread_ms: float = 0.0
+    decode_tokens: float = 0.0
+
+    def learn(self, stay_ms: float, tpot_ms: float | None, decode_tokens: float) -> None:
+        """Take in one completed request."""
+        weight = max(PACE_WEIGHT, 1.0 / (self.seen + 1))
+        self.seen += 1
+        self.stay_ms += weight * (stay_ms - self.stay_ms)
+        self.decode_tokens += weight * (decode_tokens - self.decode_tokens)
+        if tpot_ms is not None:
+            if not self.tpot_ms:
+                self.tpot_ms = tpot_ms
+            self.tpot_spread_ms += weight * (abs(tpot_ms - self.tpot_ms) - self.tpot_spread_ms)
+            self.tpot_ms += weight * (tpot_ms - self.tpot_ms)
+
+
+#: before anything has ended anywhere: a chat answer of 256 tokens at 30 ms
+GUESS = Pace(stay_ms=8_000.0, tpot_ms=30.0, decode_tokens=256.0)
+
+
+class Path(msgspec.Struct):
+    """The network between two sites as last probed; None: unknown."""
+
+    heard_ms: float
+    rtt_ms: float | None = None
+    loss: float | None = None
+    bytes_per_s: float | None = None
+
+
 class Load(msgspec.Struct, dict=True):
     """What one site has taken on of one model version, as far as we know before it reports it."""
 
-    #: request → prompt tokens: asked, not answered
+    #: request → prompt tokens to compute: asked, not answered
     asked: dict[str, int] = {}
-    #: request → prompt tokens: held
+    #: request → prompt tokens to compute: held
     held: dict[str, int] = {}
+    #: those of the held whose first home this is
+    natives: dict[str, None] = {}
     #: request → KV tokens: booked
     booked: dict[str, int] = {}
-    flow_tokens: float = 0.0
-    flow_ms: float = 0.0
+    #: prompt tokens of what was assigned, less what the pool's rate has computed since
+    ahead_tokens: float = 0.0
+    ahead_ms: float = 0.0
+    #: by which they are computed, tokens/s
+    rate: float = 0.0
+    #: most sequences booked at once in this `PEAK_MS` and in the one before
+    peak: int = 0
+    peak_before: int = 0
+    peak_ms: float = 0.0
+    pace: Pace = msgspec.field(default_factory=Pace)
+    #: wait that its TokenPilot predicted for the last one that it held, and when, ms
+    told_wait_ms: float = 0.0
+    told_ms: float = 0.0
     #: its TokenPilot stayed silent; asked last until then
     silent_until_ms: float = 0.0
 
@@ -88,6 +144,7 @@ class Load(msgspec.Struct, dict=True):
         """The request is nowhere here."""
         self.asked.pop(request_id, None)
         self.held_tokens -= self.held.pop(request_id, 0)
+        self.natives.pop(request_id, None)
         self.booked_kv_tokens -= self.booked.pop(request_id, 0)
 
     def hold(self, request_id: str, tokens: int) -> None:
@@ -98,13 +155,35 @@ class Load(msgspec.Struct, dict=True):
         self.booked_kv_tokens += kv_tokens - self.booked.get(request_id, 0)
         self.booked[request_id] = kv_tokens
 
-    def flow(self, now_ms: float) -> float:
-        """Prompt tokens asked of it lately, decayed over `FLOW_MS`."""
-        return self.flow_tokens * exp(-max(0.0, now_ms - self.flow_ms) / FLOW_MS)
+    def backlog(self, now_ms: float) -> float:
+        """Prompt tokens that were assigned and cannot have been computed yet."""
+        return max(0.0, self.ahead_tokens - self.rate * max(0.0, now_ms - self.ahead_ms) / 1000.0)
 
-    def add_flow(self, tokens: float, now_ms: float) -> None:
-        self.flow_tokens = max(0.0, self.flow(now_ms) + tokens)
-        self.flow_ms = max(self.flow_ms, now_ms)
+    def add_ahead(self, tokens: float, now_ms: float) -> None:
+        """Somebody was assigned who brings so many."""
+        self.ahead_tokens = self.backlog(now_ms) + tokens
+        self.ahead_ms = max(self.ahead_ms, now_ms)
+
+    def set_rate(self, rate: float, now_ms: float) -> None:
+        """Another rate from now on."""
+        self.add_ahead(0.0, now_ms)
+        self.rate = rate
+
+    def mark_peak(self, now_ms: float) -> None:
+        """Note how many are booked now, before that changes."""
+        if now_ms - self.peak_ms >= PEAK_MS:
+            self.peak_before = self.peak if now_ms - self.peak_ms < 2 * PEAK_MS else len(self.booked)
+            self.peak, self.peak_ms = 0, now_ms
+        self.peak = max(self.peak, len(self.booked))
+
+    def lately_booked(self, now_ms: float) -> int:
+        """Most sequences booked at once in the time in which a report that came now may have been sampled."""
+        most = len(self.booked)
+        if now_ms - self.peak_ms < 2 * PEAK_MS:
+            most = max(most, self.peak)
+        if now_ms - self.peak_ms < PEAK_MS:
+            most = max(most, self.peak_before)
+        return most
 
 
 class State(msgspec.Struct):
@@ -116,8 +195,8 @@ class State(msgspec.Struct):
     #: closed request → forget after
     closed: dict[str, float] = {}
     loads: dict[PoolKey, Load] = {}
-    #: measured round trips between sites, ms
-    rtt: dict[tuple[str, str], float] = {}
+    #: what probes say of the network between sites
+    paths: dict[tuple[str, str], Path] = {}
     #: model and choice of sites → requests placed in turn (round robin)
     turns: dict[str, int] = {}
     offices: dict[str, Office] = {}
@@ -129,26 +208,39 @@ class State(msgspec.Struct):
             found = self.loads[key] = Load()
         return found
 
+    def pace(self, key: PoolKey) -> Pace:
+        """How requests of a pool go; of a pool that has not ended any, as the model's others, else a guess."""
+        own = self.loads.get(key)
+        if own is not None and own.pace.seen:
+            return own.pace
+        others = [load.pace for (_, model, _), load in self.loads.items() if model == key[1] and load.pace.seen]
+        return max(others, key=lambda pace: pace.stay_ms) if others else GUESS
+
     def key(self, road: Road) -> PoolKey:
         return (road.site, road.ask.model, road.ask.version)
 
-    def drop_load(self, road: Road) -> None:
+    def drop_load(self, road: Road, now_ms: float) -> None:
         """The request is nowhere: not asked, held or booked."""
         load = self.loads.get(self.key(road))
         if load is not None:
+            if road.phase == "assigned":
+                load.mark_peak(now_ms)
             load.drop(road.ask.request_id)
 
     def take_load(self, road: Road, now_ms: float) -> None:
         """Count a request where it is now, by its phase."""
         rid, load = road.ask.request_id, self.load(self.key(road))
         if road.phase == "asked":
-            road.flow_tokens = road.ask.input_tokens
-            load.add_flow(road.flow_tokens, now_ms)
-            load.asked[rid] = road.ask.input_tokens
+            load.asked[rid] = road.prefill_tokens = max(1, road.ask.input_tokens - road.hits.get(road.site, 0))
         elif road.phase == "held":
-            load.hold(rid, road.flow_tokens)
+            load.hold(rid, road.prefill_tokens)
+            load.told_wait_ms, load.told_ms = road.wait_ms, now_ms
+            if road.home == road.site:
+                load.natives[rid] = None
         elif road.phase == "assigned":
             load.book(rid, road.kv_tokens)
+            load.add_ahead(road.prefill_tokens, now_ms)
+            load.mark_peak(now_ms)
 
     def sweep(self, now_ms: float) -> None:
         """Forget tombstones that have served their time; they were added in order of time, near enough."""

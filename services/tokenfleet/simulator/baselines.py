@@ -18,7 +18,8 @@ from tokenfleet.effects import Effect
 from tokenfleet.eligibility import fraction
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.policy import Move, Ranking, move, rank
-from tokenfleet.fleetmind.state import Road, State
+from tokenfleet.fleetmind.state import Road
+from tokenfleet.fleetmind.view import View
 from tokenfleet.simulator.gates import GatedPilot, gate_named, split_filters
 from tokenfleet.slomax.policy import Choice, Level, fits
 from tokenfleet.slomax.state import Held
@@ -255,11 +256,9 @@ class SiteRule:
     def __init__(self, key: Callable[[Considered, Sequence[Considered]], tuple[float, ...]]) -> None:
         self.key = key
 
-    def __call__(
-        self, fleet: Fleet, state: State, road: Road, now_ms: float, *, avoid: Collection[str] = ()
-    ) -> Ranking:
+    def __call__(self, view: View, road: Road, now_ms: float, *, avoid: Collection[str] = ()) -> Ranking:
         """The site to ask; see `tokenfleet.fleetmind.policy.Ranker`."""
-        ours = rank(fleet, state, road, now_ms, avoid=avoid)
+        ours = rank(view, road, now_ms, avoid=avoid)
         sites = [one for one in ours.considered if one.terms and one.name not in avoid]
         if not ours.site or not sites:
             return ours
@@ -277,9 +276,9 @@ def _local_first(one: Considered, sites: Sequence[Considered]) -> tuple[float, .
     return (2.0, 0.0) if pending else (0.5, one.terms["load"])
 
 
-def stay(fleet: Fleet, state: State, road: Road, now_ms: float) -> Move | None:
+def stay(view: View, road: Road, now_ms: float, *, among: Collection[str] = ()) -> Move | None:
     """A mover that takes a held request away only from a site that can serve it no more."""
-    found = move(fleet, state, road, now_ms)
+    found = move(view, road, now_ms, among=among)
     return found if found is not None and found.why == "stranded" else None
 
 

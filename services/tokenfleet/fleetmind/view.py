@@ -1,0 +1,69 @@
+"""What FleetMind sees of the fleet when it decides: who may serve a request, and the sites' pools, summed once.
+
+Decides eligibility as `tokenfleet.eligibility` does, and remembers what does not change between two reports: a pool of
+ninety instances is not summed anew for each request. Refuses to know costs.
+"""
+
+from collections.abc import Collection
+
+from tokenfleet.eligibility import ready_instances, site_out
+from tokenfleet.fleet import Fleet
+from tokenfleet.fleetmind.costs import Pool, pool_of
+from tokenfleet.fleetmind.state import State
+from tokenfleet_schemas.placement import Considered
+from tokenfleet_schemas.request import Ask
+
+#: names of tenants that nobody knows come from outside: so many are remembered
+_DENIALS_MAX = 100_000
+#: under which a roster keeps our sums
+_SUMS = "fleetmind"
+
+
+class View:
+    """Reads the fleet and the fold; owns nothing but what it remembers of them."""
+
+    def __init__(self, fleet: Fleet, state: State) -> None:
+        self.fleet, self.state = fleet, state
+        self._order: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._denials: dict[tuple[str, str, str], str] = {}
+
+    def order(self, entry: str, model: str) -> tuple[str, ...]:
+        """Home sites in their order, then the nearest."""
+        found = self._order.get((entry, model))
+        if found is None:
+            found = self._order[entry, model] = tuple(self.fleet.home_order(entry, model))
+        return found
+
+    def pool(self, ask: Ask, site: str, now_ms: float, excluded: Collection[str] = ()) -> tuple[Pool, str]:
+        """A site's ready instances for a request, and why there are none; permission is not judged here."""
+        fleet, capacity = self.fleet, self.state.capacity
+        if excluded:
+            ready = ready_instances(fleet, capacity, ask, site, now_ms, excluded)
+            return pool_of(fleet, ready), "" if ready else "excluded"
+        roster = capacity.roster(fleet, ask, site, now_ms)
+        pool: Pool | None = roster.sums.get(_SUMS)
+        if pool is None:
+            pool = roster.sums[_SUMS] = pool_of(fleet, roster)
+            if pool.rate:
+                self.state.load((site, ask.model, ask.version)).set_rate(pool.rate, now_ms)
+        return pool, "" if roster else roster.why
+
+    def eligible(self, ask: Ask, now_ms: float, excluded: Collection[str] = ()) -> tuple[list[str], list[Considered]]:
+        """As `eligibility.allowed_ready_sites`: the same sites in the same order, with the same reasons."""
+        sites: list[str] = []
+        considered: list[Considered] = []
+        for site in self.order(ask.entry, ask.model):
+            out = self._denial(ask, site) or site_out(self.fleet, self.state.capacity, ask, site, now_ms, excluded)
+            considered.append(Considered(name=site, out=out))
+            if not out:
+                sites.append(site)
+        return sites, considered
+
+    def _denial(self, ask: Ask, site: str) -> str:
+        key = (ask.tenant, ask.model, site)
+        found = self._denials.get(key)
+        if found is None:
+            if len(self._denials) > _DENIALS_MAX:
+                self._denials.clear()
+            found = self._denials[key] = self.fleet.site_denial(*key)
+        return found
