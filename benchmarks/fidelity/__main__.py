@@ -125,9 +125,10 @@ def _rank(args: argparse.Namespace) -> int:
 def _add_parity(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_parity)
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="arrivals")
-    parser.add_argument("--rate", type=float, default=8.0, metavar="R", help="requests per second, about")
-    parser.add_argument("--instances", type=int, default=4, metavar="N")
-    parser.add_argument("--profile", default="8b-a100", metavar="NAME", help="what the emulators emulate")
+    parser.add_argument("--rate", type=float, default=5.0, metavar="R", help="requests per second, about")
+    parser.add_argument("--turns", type=int, nargs=2, default=[4, 10], metavar=("MIN", "MAX"), help="of a chat")
+    profiles = parity.Load().profiles
+    parser.add_argument("--profiles", nargs="+", default=profiles, metavar="NAME", help="hardware of each instance")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--save", metavar="FILE", help="keep the live run, to compare it again")
     parser.add_argument("--again", metavar="FILE", help="compare what --save kept instead of running")
@@ -142,8 +143,8 @@ def _parity(args: argparse.Namespace) -> int:
         load = parity.Load(
             seconds=args.seconds,
             rate_per_s=args.rate,
-            instances=args.instances,
-            profile=args.profile,
+            profiles=tuple(args.profiles),
+            turns=(args.turns[0], args.turns[1]),
             seed=args.seed,
         )
         run = asyncio.run(parity.live(load, fit.say))

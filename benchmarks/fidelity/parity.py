@@ -26,6 +26,7 @@ import nats.errors
 from nats.js.api import ConsumerConfig, DeliverPolicy
 
 from tokenfleet import fleet as fleets
+from tokenfleet.engine_model import profile
 from tokenfleet.fleet import Fleet
 from tokenfleet.local.cluster import LocalFleet
 from tokenfleet.local.state_dir import StateDir
@@ -50,6 +51,7 @@ from tokenfleet_schemas.routes import subject_filter
 
 BLOCK_TOKENS = 64
 TENANT = "parity"
+_TOKEN_BUDGET = 512
 #: how often site agents report
 _REPORT_MS = 1000.0
 #: the goals
@@ -92,9 +94,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked."""
 
     seconds: float = 60.0
-    rate_per_s: float = 8.0
-    instances: int = 4
-    profile: str = "8b-a100"
+    rate_per_s: float = 5.0
+    #: hardware of each instance: a fleet grows, and its parts are not alike
+    profiles: tuple[str, ...] = ("32b-h100x2", "32b-h100x2", "32b-a100x2", "32b-a100x2")
+    #: of a chat, least and most: the first of them finds its prompt nowhere
+    turns: tuple[int, int] = (4, 10)
     seed: int = 1
     #: requests of the beginning are served and not compared: predictors learn, caches are cold
     warmup_s: float = 5.0
@@ -106,23 +110,26 @@ def rows(load: Load) -> tuple[Row, ...]:
     fresh = iter(range(1_000_000_000))
     found: list[Row] = []
     documents = [tuple(next(fresh) for _ in range(dice.randrange(24, 56))) for _ in range(6)]
-    at_s = 0.0
-    while (at_s := at_s + dice.expovariate(load.rate_per_s / 2.6)) < load.seconds:
+    least, most = load.turns
+    # Sessions that began before the window still send turns in it; three in ten ask about a document, twice on average.
+    at_s = -2.0 * most
+    per_session = 0.7 * (least + most) / 2 + 0.3 * 2
+    while (at_s := at_s + dice.expovariate(load.rate_per_s / per_session)) < load.seconds:
         if dice.random() < 0.3:
             known = dice.choice(documents)
             blocks = known
             t_s = at_s
             for _ in range(dice.randrange(1, 4)):
-                found.append(_row(t_s, blocks, dice.randrange(40, 200), dice.randrange(20, 60), "document"))
+                found.append(_row(t_s, blocks, dice.randrange(200, 900), dice.randrange(20, 60), "document"))
                 t_s += dice.uniform(1.0, 4.0)
             continue
         blocks = tuple(next(fresh) for _ in range(dice.randrange(4, 14)))
         t_s = at_s
-        for _ in range(dice.randrange(1, 6)):
-            found.append(_row(t_s, blocks, dice.randrange(20, 120), dice.randrange(16, 80), "chat"))
+        for _ in range(dice.randint(least, most)):
+            found.append(_row(t_s, blocks, dice.randrange(60, 400), dice.randrange(16, 80), "chat"))
             blocks = (*blocks, *(next(fresh) for _ in range(dice.randrange(1, 5))))
             t_s += dice.uniform(1.5, 5.0)
-    return tuple(sorted((row for row in found if row.t_s < load.seconds), key=lambda row: row.t_s))
+    return tuple(sorted((row for row in found if 0.0 <= row.t_s < load.seconds), key=lambda row: row.t_s))
 
 
 def _row(t_s: float, blocks: tuple[int, ...], own: int, output: int, cls: str) -> Row:
@@ -131,13 +138,22 @@ def _row(t_s: float, blocks: tuple[int, ...], own: int, output: int, cls: str) -
 
 
 def fleet_text(load: Load) -> str:
-    """Equal instances at one site: there is no network between sites on one machine."""
+    """All instances at one site: there is no network between sites on one machine."""
     instances = "\n".join(
-        f'i-{n} = {{ model = "m", version = "1", url = "http://127.0.0.1:0", profile = "{load.profile}", '
-        f"token_budget = 512, max_sequences = 16, kv_tokens = 64000 }}"
-        for n in range(load.instances)
+        f'i-{n} = {{ model = "m", version = "1", url = "http://127.0.0.1:0", profile = "{name}", '
+        f"token_budget = {_TOKEN_BUDGET}, max_sequences = 16, kv_tokens = 64000, "
+        f"prefill_tokens_per_s = {_declared_rate(name)} }}"
+        for n, name in enumerate(load.profiles)
     )
-    return FLEET.format(count=load.instances, instances=instances)
+    return FLEET.format(count=len(load.profiles), instances=instances)
+
+
+def _declared_rate(name: str) -> float:
+    """What an operator would declare: a full step's tokens over its time. Undeclared, a live agent says unknown."""
+    one = profile(name)
+    return round(
+        1000.0 * _TOKEN_BUDGET / (one.t_fix_ms + max(one.t_w_ms, one.c_us_per_token * _TOKEN_BUDGET * 1e-3)), 1
+    )
 
 
 # ── live ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,6 +324,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     gap: float = 0.0
     #: and the live scorer the simulated choice dearer than its own; infinite: it could not have taken it
     live_gap: float = 0.0
+    #: part of the prompt was expected in the cache of the live choice
+    hit: bool = False
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,6 +337,11 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     def same(self) -> float:
         """Share of equal decisions."""
         return sum(one.live == one.simulated for one in self.decisions) / len(self.decisions)
+
+    def same_where(self, hit: bool) -> tuple[float, int]:
+        """The same among requests with a cached prefix, or without one, and how many these are."""
+        these = [one for one in self.decisions if one.hit is hit]
+        return (sum(one.live == one.simulated for one in these) / len(these) if these else 1.0), len(these)
 
     @property
     def others(self) -> list[Decision]:
@@ -441,7 +464,14 @@ def compare(run: LiveRun) -> Parity:
         live = decided[name]
         chosen, gap = follow.said[name]
         followed.append(
-            Decision(index=n, live=live.instance, simulated=chosen, gap=gap, live_gap=_live_gap(live, chosen))
+            Decision(
+                index=n,
+                live=live.instance,
+                simulated=chosen,
+                gap=gap,
+                live_gap=_live_gap(live, chosen),
+                hit=live.prefix_hit_tokens > 0,
+            )
         )
         there = _live_gap(live, went[name])
         free.append(Decision(index=n, live=live.instance, simulated=went[name], gap=there, live_gap=there))
@@ -484,7 +514,7 @@ def table(found: Parity) -> str:
     """The comparison for people."""
     load, told = found.load, found.told
     lines = [
-        f"{found.requests} decisions over {load.instances} instances ({load.profile}), {found.held} requests held; "
+        f"{found.requests} decisions over {', '.join(load.profiles)}; {found.held} requests held; "
         f"driver lag p99 {found.lag_ms:.1f} ms",
         f"told: hop {told.hop_ms:.2f} ms, reports every {told.report_every_s:.2f} s, {told.report_late_ms:.0f} ms late",
         "",
@@ -499,7 +529,12 @@ def table(found: Parity) -> str:
         lines.append(
             f"{name:<10} {way.same:>7.1%} {len(gaps):>7} {cells[0]:>11} {cells[1]:>9} {cells[2]:>16} {cells[3]:>9}"
         )
-    lines.append("")
+    (with_hit, hits), (without, misses) = found.followed.same_where(True), found.followed.same_where(False)
+    lines += [
+        "",
+        f"followed, a prefix is cached: {with_hit:.1%} of {hits} equal; none is: {without:.1%} of {misses}",
+        "",
+    ]
     lines += [
         f"TTFT median, {name}: live {one.live_ms:.1f} ms, simulated {one.simulated_ms:.1f} ms ({one.error:+.1%})"
         for name, one in found.ttft.items()

@@ -35,14 +35,14 @@ async def test_a_live_fleet_decides_as_its_cores_and_the_simulator_do(
 ) -> None:
     """A decision that depended on anything but its inputs could be neither explained nor simulated."""
     monkeypatch.setenv("TOKENFLEET_RECORD_DIR", str(tmp_path / "recordings"))
-    load = parity.Load(seconds=8.0, rate_per_s=8.0, warmup_s=1.0)
+    load = parity.Load(seconds=8.0, rate_per_s=6.0, warmup_s=1.0)
     run = await parity.live(load, _quiet)
     again = _again(tmp_path / "recordings", load)
     assert again.calls > 3 * len(run.records)
     assert again.said >= len(run.records)
     assert again.differences == []
     found = parity.compare(run)
-    assert found.requests > 30
+    assert found.requests > 20
     assert len({one.live for one in found.followed.decisions}) > 1
     # A busy machine stretches what the simulation does not know of; chance would agree on one in four.
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)

@@ -342,15 +342,15 @@ def acted_live(load: parity.Load) -> parity.LiveRun:
     return parity.LiveRun(load=load, records=run.records, heard=heard, lag_ms=0.0)
 
 
-LOAD = parity.Load(seconds=20.0, rate_per_s=8.0, warmup_s=2.0)
+LOAD = parity.Load(seconds=25.0, warmup_s=2.0)
 
 
 def test_a_fleet_exactly_as_simulated_has_parity() -> None:
     """What is left then is the comparison's own: ids, ties, calibration."""
     run = acted_live(LOAD)
     found = parity.compare(parity.decode(parity.encode(run)))
-    assert found.requests > 100
-    assert len({one.live for one in found.followed.decisions}) == LOAD.instances
+    assert found.requests > 80
+    assert len({one.live for one in found.followed.decisions}) == len(LOAD.profiles)
     assert found.followed.same >= 0.97
     assert found.free.same >= 0.9
     assert all(abs(one.error) < 0.03 for one in found.ttft.values())
