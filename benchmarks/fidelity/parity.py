@@ -95,8 +95,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float = 60.0
     rate_per_s: float = 5.0
-    #: hardware of each instance: a fleet grows, and its parts are not alike
-    profiles: tuple[str, ...] = ("32b-h100x2", "32b-h100x2", "32b-a100x2", "32b-a100x2")
+    #: hardware of each instance; alike, they share the load and are hard to tell apart
+    profiles: tuple[str, ...] = ("32b-a100x2",) * 4
     #: of a chat, least and most: the first of them finds its prompt nowhere
     turns: tuple[int, int] = (4, 10)
     seed: int = 1
