@@ -127,6 +127,7 @@ def _add_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="arrivals")
     parser.add_argument("--rate", type=float, default=5.0, metavar="R", help="requests per second, about")
     parser.add_argument("--turns", type=int, nargs=2, default=[4, 10], metavar=("MIN", "MAX"), help="of a chat")
+    parser.add_argument("--undeclared", action="store_true", help="the fleet file does not say how fast instances are")
     profiles = parity.Load().profiles
     parser.add_argument("--profiles", nargs="+", default=profiles, metavar="NAME", help="hardware of each instance")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
@@ -144,6 +145,7 @@ def _parity(args: argparse.Namespace) -> int:
             seconds=args.seconds,
             rate_per_s=args.rate,
             profiles=tuple(args.profiles),
+            declared=not args.undeclared,
             turns=(args.turns[0], args.turns[1]),
             seed=args.seed,
         )

@@ -97,6 +97,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     rate_per_s: float = 5.0
     #: hardware of each instance; alike, they share the load and are hard to tell apart
     profiles: tuple[str, ...] = ("32b-a100x2",) * 4
+    #: the fleet file declares the instances' prefill rates; otherwise agents say unknown
+    declared: bool = True
     #: of a chat, least and most: the first of them finds its prompt nowhere
     turns: tuple[int, int] = (4, 10)
     seed: int = 1
@@ -142,7 +144,7 @@ def fleet_text(load: Load) -> str:
     instances = "\n".join(
         f'i-{n} = {{ model = "m", version = "1", url = "http://127.0.0.1:0", profile = "{name}", '
         f"token_budget = {_TOKEN_BUDGET}, max_sequences = 16, kv_tokens = 64000, "
-        f"prefill_tokens_per_s = {_declared_rate(name)} }}"
+        f"prefill_tokens_per_s = {_declared_rate(name) if load.declared else 0.0} }}"
         for n, name in enumerate(load.profiles)
     )
     return FLEET.format(count=len(load.profiles), instances=instances)
@@ -305,7 +307,7 @@ def scenario_of(run: LiveRun, told: Calibration) -> tuple[Scenario, list[Record]
         sources=(Source(trace="parity", tenant=TENANT),),
         traces=(Trace(name="parity", rows=moved, block_tokens=BLOCK_TOKENS),),
         bus=BusSpec(hop_ms=told.hop_ms),
-        agents=AgentSpec(every_s=told.report_every_s, late_ms=told.report_late_ms),
+        agents=AgentSpec(every_s=told.report_every_s, late_ms=told.report_late_ms, declare_rates=False),
         engines=EngineSpec(scheduling="fcfs"),
     )
     return scenario, records

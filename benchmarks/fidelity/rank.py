@@ -310,7 +310,7 @@ def simulated(
         sources=(Source(trace="rank", tenant="fidelity", model=model),),
         traces=(Trace(name="rank", rows=rows, block_tokens=BLOCK_TOKENS),),
         bus=BusSpec(),
-        agents=AgentSpec(),
+        agents=AgentSpec(declare_rates=False),
         engines=EngineSpec(
             block_tokens=profile.block_tokens, scheduling="fcfs" if scheduling == "fcfs" else "priority"
         ),

@@ -391,3 +391,20 @@ def test_a_live_run_that_lost_decisions_is_no_run() -> None:
     run.heard = [one for n, one in enumerate(run.heard) if n % 2 or not isinstance(one.event, PlacementAssigned)]
     with pytest.raises(parity.ParityError, match="no decision"):
         parity.compare(run)
+
+
+def test_agents_of_undeclared_instances_know_no_rate() -> None:
+    """A live agent does not know how fast an engine is that nobody described; a simulated one did."""
+    for declared in (True, False):
+        load = parity.Load(seconds=1.0, declared=declared)
+        for says in (True, False):
+            scenario = Scenario(
+                info=Info(name="rates"),
+                fleet=fleets.parse(parity.fleet_text(load).encode()),
+                sources=(Source(trace="parity", tenant=parity.TENANT),),
+                traces=(Trace(name="parity", rows=parity.rows(load), block_tokens=parity.BLOCK_TOKENS),),
+                agents=AgentSpec(declare_rates=says),
+            )
+            world = World(scenario, choose("tokenfleet"), 1)
+            rates = {one.report(0.0, 0.0).prefill_tokens_per_s is None for one in world.instances.values()}
+            assert rates == {not (declared or says)}

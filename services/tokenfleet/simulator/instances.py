@@ -84,6 +84,8 @@ class SimulatedInstance:
         #: prior for the prefill rate, from the unscaled profile: a full step's tokens over its time
         step_ms = base.t_fix_ms + max(base.t_w_ms, base.c_us_per_token * base.token_budget * 1e-3)
         self.prefill_tokens_per_s = declared.prefill_tokens_per_s or 1000.0 * base.token_budget / step_ms
+        #: false: its agent does not know the rate
+        self.says_rate = True
         self._loop = loop
         self._spec = spec
         self.incarnation = 1
@@ -296,6 +298,6 @@ class SimulatedInstance:
             kv_usage=engine.kv_usage if self.up else None,
             token_budget=self.profile.token_budget,
             max_sequences=self.profile.max_sequences,
-            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            prefill_tokens_per_s=self.prefill_tokens_per_s if self.says_rate else None,
             sample_age_ms=age_ms,
         )

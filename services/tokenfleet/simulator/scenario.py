@@ -132,6 +132,9 @@ class AgentSpec(Table, frozen=True, kw_only=True):
     late_ms: float = 50.0
     #: declared prefill rate over the true one: a wrong prior (1: right)
     rate_error: float = 1.0
+    #: of instances for which the fleet file declares no prefill rate agents say the profile's; false: they say that it
+    #: is unknown, as live agents do
+    declare_rates: bool = True
 
 
 class EngineSpec(Table, frozen=True, kw_only=True):

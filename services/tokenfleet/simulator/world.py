@@ -371,6 +371,7 @@ class World:
         profiles = {**PROFILES, **scenario.profiles}
         made = SimulatedInstance(self.loop, self.fleet, site, name, declared, scenario.engines, profiles)
         made.prefill_tokens_per_s *= scenario.agents.rate_error
+        made.says_rate = scenario.agents.declare_rates or declared.prefill_tokens_per_s > 0
         return made
 
     def _start_agents(self) -> None:
