@@ -17,7 +17,7 @@ from benchmarks.evidence._part import Figures
 from tokenfleet.replay.report import Result
 from tokenfleet.simulator import clairvoyant
 from tokenfleet.simulator import scenario as scenarios
-from tokenfleet.simulator.experiment import Done, Task, jain, make
+from tokenfleet.simulator.experiment import Done, Task, make
 from tokenfleet.simulator.scenario import Scenario
 
 ROOT = Path(__file__).parents[2]
@@ -113,8 +113,8 @@ def figures(done: Done) -> dict[str, float | None]:
         for name, result in groups.items():
             found |= _group(result, f"{scope}.{name}.")
     found["prefix_hit"] = done.prefix_hit
-    found["jain_tenants"] = jain([result.compliance for result in one.tenants.values()])
-    found["jain_classes"] = jain([result.compliance for result in one.classes.values()])
+    found["jain_tenants"] = one.jain_tenants
+    found["jain_classes"] = one.jain_classes
     return found
 
 
@@ -126,6 +126,7 @@ _FIGURES: dict[str, Callable[[Result], float | None]] = {
     "output_tokens_per_s": lambda r: r.output_tokens_per_s,
     "completed_share": lambda r: r.completed / r.offered,
     "refused_share": lambda r: r.refused / r.offered,
+    "late_share": lambda r: r.late / r.offered,
     "unfinished_share": lambda r: (r.unfinished + r.cancelled + r.failed) / r.offered,
     "ttft_p50_s": lambda r: _seconds(r.ttft_ms.p50),
     "ttft_p90_s": lambda r: _seconds(r.ttft_ms.p90),

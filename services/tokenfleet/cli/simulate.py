@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         for one in done:
             print(msgspec.json.encode(one.report).decode())
     elif args.seeds == 1:
-        print(report.table([one.report for one in done]))
+        print(report.table([one.report for one in done], tail=True))
     else:
         print(experiment.table(summaries))
     for one in done:

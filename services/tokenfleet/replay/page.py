@@ -7,6 +7,7 @@ drawn without a display.
 import base64
 import html
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +15,23 @@ import msgspec
 
 from tokenfleet.fleet import ServiceClass
 from tokenfleet.replay.errors import ReportError
-from tokenfleet.replay.records import Record
+from tokenfleet.replay.records import Record, nearest_rank
 from tokenfleet.replay.report import Result, RunReport, complies, grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_RUN_COLOURS = ("#1f6feb", "#d1701f", "#2da44e", "#8250df")
+_RUN_COLOURS = ("#1f6feb", "#d1701f", "#2da44e", "#8250df", "#b5534a", "#53a3a0", "#8a6d00", "#5c6670")
 _CLASS_COLOURS = ("#2f6fb7", "#53a3a0", "#e0a83a", "#a45fa0", "#7a8b99", "#b5534a")
 _SITE_COLOURS = ("#256d5b", "#4fa58a", "#9bd0b5", "#c7e3c9", "#6f8f3f", "#3f6f8f")
 _LATE, _REFUSED, _LOST = "#e3b341", "#b8bfc7", "#c4443b"
 _INK, _MUTED = "#1c2430", "#5c6670"
-_BIN_S = 2.0
+#: a run is drawn in so many steps of time at most, none shorter than this; quantiles need longer ones
+_STEPS_MAX, _BIN_S = 150, 2.0
+_QUANTILE_STEPS_MAX, _QUANTILE_BIN_S = 40, 5.0
+#: plots side by side
+_COLUMNS_MAX = 4
 
 
 class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +88,28 @@ def render(
                 _image(_goodput(runs, classes)),
             ),
             (
+                "Time to first token over time",
+                "The 95th percentile over the requests that arrived then, by class; a cross at the top where it fell "
+                "on a request without a token. The dotted line is the class' objective.",
+                _image(_ttft_over_time(runs, classes)),
+            ),
+            (
                 "Time to first token, over offered requests",
                 "Share of all offered requests that had their first token by then. A curve that ends below 100% never "
                 "answered the rest. The vertical line is the class' objective.",
                 _image(_ttft(runs, classes)),
+            ),
+            (
+                "Time per output token, over completed answers",
+                "Share of a class's completed answers of two tokens or more whose mean time per token after the first "
+                "was at most that. The vertical line is the class' objective.",
+                _image(_tpot(runs, classes)),
+            ),
+            (
+                "Load by site",
+                "Requests open at a time, by the site that served them in the end; at the top those that no site ever "
+                "served.",
+                _image(_load(runs)),
             ),
             (
                 "What went where",
@@ -127,7 +150,9 @@ def _tile(nth: int, run: ShownRun) -> str:
         f"<div><b>{overall.goodput_tokens_per_s:,.0f}</b> goodput tokens/s of "
         f"{overall.output_tokens_per_s:,.0f} delivered</div>"
         f"<div><b>{overall.completed}</b> completed, {overall.refused} refused, {lost} lost, "
-        f"of {overall.offered} offered</div></div>"
+        f"of {overall.offered} offered; <b>{overall.late}</b> late</div>"
+        f"<div>Jain's index of compliance: tenants <b>{run.report.jain_tenants:.3f}</b>, "
+        f"classes <b>{run.report.jain_classes:.3f}</b></div></div>"
     )
 
 
@@ -137,8 +162,10 @@ _CELLS: tuple[tuple[str, Callable[[Result], str]], ...] = (
     ("completed", lambda r: str(r.completed)),
     ("refused", lambda r: str(r.refused)),
     ("lost", lambda r: str(r.cancelled + r.failed + r.unfinished)),
+    ("late", lambda r: str(r.late)),
     ("TTFT p50", lambda r: _time(r.ttft_ms.p50)),
     ("TTFT p99", lambda r: _time(r.ttft_ms.p99)),
+    ("TTFT p99.9", lambda r: _time(r.ttft_ms.p999)),
     ("TPOT p99", lambda r: "–" if r.tpot_ms.p99 is None else f"{r.tpot_ms.p99:.0f} ms"),
 )
 
@@ -191,9 +218,13 @@ def _time(value_ms: float | None) -> str:
 def _figure(width: float, height: float, columns: int, **more: Any) -> "tuple[Figure, list[Axes]]":
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **more)
-    return figure, list(axes[0])
+    rows = -(-columns // _COLUMNS_MAX)
+    figure = Figure(figsize=(width, height * rows), layout="constrained")
+    axes = figure.subplots(rows, -(-columns // rows), squeeze=False, **more)
+    flat = [ax for row in axes for ax in row]
+    for spare in flat[columns:]:
+        spare.set_visible(False)
+    return figure, flat[:columns]
 
 
 def _image(figure: "Figure") -> str:
@@ -208,29 +239,133 @@ def _names(runs: Sequence[ShownRun]) -> list[str]:
 
 def _goodput(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Figure":
     names = _names(runs)
-    ends = [r.ended_ms for run in runs for r in run.records if r.ended_ms is not None]
-    span_s = max([*(run.report.duration_s for run in runs), *(end / 1000 for end in ends)])
-    bins = int(span_s // _BIN_S) + 1
+    span_s = _span_s(runs)
+    bin_s = max(_BIN_S, span_s / _STEPS_MAX)
+    bins = int(span_s // bin_s) + 1
     figure, axes = _figure(11, 3.4, len(runs), sharey=True)
-    middle = [(n + 0.5) * _BIN_S for n in range(bins)]
+    middle = [(n + 0.5) * bin_s for n in range(bins)]
     for ax, run in zip(axes, runs, strict=True):
         series = {name: [0.0] * bins for name in names}
         offered = [0.0] * bins
         for record in run.records:
-            offered[min(bins - 1, int(record.planned_ms / 1000 / _BIN_S))] += record.stated_output_tokens / _BIN_S
+            offered[min(bins - 1, int(record.planned_ms / 1000 / bin_s))] += record.stated_output_tokens / bin_s
             if record.ended_ms is not None and complies(record, classes[record.cls]):
-                place = min(bins - 1, max(0, int(record.ended_ms / 1000 / _BIN_S)))
-                series[record.cls][place] += record.output_tokens / _BIN_S
+                place = min(bins - 1, max(0, int(record.ended_ms / 1000 / bin_s)))
+                series[record.cls][place] += record.output_tokens / bin_s
         colours = [_CLASS_COLOURS[n % len(_CLASS_COLOURS)] for n in range(len(names))]
         ax.stackplot(middle, *series.values(), labels=names, colors=colours, step="mid", linewidth=0)
         ax.step(middle, offered, where="mid", color=_INK, linewidth=1, linestyle="--", label="offered")
         ax.set_title(run.report.policy)
         ax.set_xlabel("seconds")
         ax.set_xlim(0, span_s)
-        ax.set_ylim(bottom=0)
     axes[0].set_ylabel("output tokens/s")
+    axes[0].set_ylim(bottom=0)  # once all are drawn: their scale is one
     axes[0].legend(loc="upper right", ncols=2, fontsize=8.5)
     return figure
+
+
+def _span_s(runs: Sequence[ShownRun]) -> float:
+    """From the beginning of all runs to the end of the last answer of any."""
+    ends = [r.ended_ms for run in runs for r in run.records if r.ended_ms is not None]
+    return max([*(run.report.duration_s for run in runs), *(end / 1000 for end in ends)])
+
+
+def _ttft_over_time(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Figure":
+    names = _names(runs)
+    span_s = max([1.0, *(record.planned_ms / 1000 for run in runs for record in run.records)])
+    bin_s = max(_QUANTILE_BIN_S, span_s / _QUANTILE_STEPS_MAX)
+    bins = int(span_s // bin_s) + 1
+    figure, axes = _figure(11, 3.0, len(names))
+    for ax, name in zip(axes, names, strict=True):
+        for nth, run in enumerate(runs):
+            found: list[list[float]] = [[] for _ in range(bins)]
+            for record in run.records:
+                if record.cls == name:
+                    ttft_ms = record.ttft_ms
+                    place = min(bins - 1, int(record.planned_ms / 1000 / bin_s))
+                    found[place].append(math.inf if ttft_ms is None else max(1.0, ttft_ms))
+            at_s = [(n + 0.5) * bin_s for n in range(bins)]
+            p95 = [nearest_rank(sorted(times), 0.95) for times in found]
+            colour = _RUN_COLOURS[nth % len(_RUN_COLOURS)]
+            # A gap where nothing arrived, or the rank fell on what never came.
+            line = [math.nan if value is None or math.isinf(value) else value / 1000 for value in p95]
+            ax.plot(at_s, line, color=colour, linewidth=1.6, marker=".", markersize=4, label=run.report.policy)
+            never = [at for at, value in zip(at_s, p95, strict=True) if value is not None and math.isinf(value)]
+            ax.plot(
+                never,
+                [0.98 - 0.05 * nth] * len(never),
+                color=colour,
+                marker="x",
+                linestyle="",
+                markersize=5,
+                transform=ax.get_xaxis_transform(),
+            )
+        limit_ms = classes[name].ttft_ms
+        if limit_ms is not None:
+            ax.axhline(limit_ms / 1000, color=_LOST, linewidth=1, linestyle=":")
+        ax.set_yscale("log")
+        ax.set_xlim(0, span_s)
+        ax.set_title(name)
+        ax.set_xlabel("arrival, seconds")
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+    axes[0].set_ylabel("P95 of TTFT, seconds")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _tpot(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Figure":
+    names = _names(runs)
+    figure, axes = _figure(11, 3.0, len(names), sharey=True)
+    for ax, name in zip(axes, names, strict=True):
+        for nth, run in enumerate(runs):
+            group = [r for r in run.records if r.cls == name and r.outcome == "completed"]
+            times = sorted(r.tpot_ms for r in group if r.tpot_ms is not None)
+            shares = [100 * (place + 1) / len(times) for place in range(len(times))]
+            colour = _RUN_COLOURS[nth % len(_RUN_COLOURS)]
+            ax.step(times, shares, where="post", color=colour, linewidth=1.8, label=run.report.policy)
+        limit_ms = classes[name].tpot_ms
+        if limit_ms is not None:
+            ax.axvline(limit_ms, color=_LOST, linewidth=1, linestyle=":")
+        ax.set_xlim(left=0)
+        ax.set_ylim(0, 102)
+        ax.set_title(name if limit_ms is not None else f"{name} (no objective)")
+        ax.set_xlabel("ms per token")
+    axes[0].set_ylabel("% of completed answers")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _load(runs: Sequence[ShownRun]) -> "Figure":
+    sites = sorted({r.site for run in runs for r in run.records if r.site})
+    span_s = _span_s(runs)
+    bin_s = max(_BIN_S, span_s / _STEPS_MAX)
+    bins = int(span_s // bin_s) + 1
+    middle = [(n + 0.5) * bin_s for n in range(bins)]
+    figure, axes = _figure(11, 3.0, len(runs), sharey=True)
+    for ax, run in zip(axes, runs, strict=True):
+        series = {site: [0.0] * bins for site in (*sites, "")}
+        for record in run.records:
+            ended_ms = span_s * 1000 if record.ended_ms is None else record.ended_ms
+            first = int(record.sent_ms / 1000 / bin_s)
+            for place in range(first, min(bins - 1, int(ended_ms / 1000 / bin_s)) + 1):
+                within_ms = min(ended_ms, (place + 1) * bin_s * 1000) - max(record.sent_ms, place * bin_s * 1000)
+                series[record.site][place] += within_ms / (bin_s * 1000)
+        colours = [_SITE_COLOURS[n % len(_SITE_COLOURS)] for n in range(len(sites))]
+        labels = [*sites, "no site"]
+        ax.stackplot(middle, *series.values(), labels=labels, colors=[*colours, _REFUSED], step="mid", linewidth=0)
+        ax.set_title(run.report.policy)
+        ax.set_xlabel("seconds")
+        ax.set_xlim(0, span_s)
+    axes[0].set_ylabel("open requests")
+    axes[0].set_ylim(bottom=0)
+    _legend(figure, axes[0])
+    return figure
+
+
+def _legend(figure: "Figure", ax: "Axes") -> None:
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), fontsize=8.5)
 
 
 def _ttft(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Figure":
@@ -262,8 +397,7 @@ def _ttft(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) -> "Fig
         ax.set_xlabel("seconds")
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes[0].set_ylabel("% of offered requests")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8.5)
+    _legend(figure, axes[0])
     return figure
 
 
@@ -318,7 +452,7 @@ def _placement(runs: Sequence[ShownRun], classes: Mapping[str, ServiceClass]) ->
         [handle for handle, _ in shown],
         [label for _, label in shown],
         loc="outside lower center",
-        ncols=len(shown),
+        ncols=min(8, len(shown)),
         fontsize=8.5,
     )
     return figure

@@ -40,6 +40,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     failed: int
     unfinished: int
+    #: completed with an objective missed; what was put off until it was late anyway (relegated) ends here
+    late: int
     #: over offered: what got no first token counts as +infinity
     ttft_ms: Quantiles
     ttft_completed_ms: Quantiles
@@ -64,6 +66,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     classes: dict[str, Result]
     tenants: dict[str, Result]
     sites: dict[str, Result]
+    #: Jain's index of the tenants' compliance, and of the classes': 1 when all are served alike, 1/n when only one is
+    jain_tenants: float
+    jain_classes: float
     #: the driver's own lateness in sending: judge the run by it before the run is judged
     lag_ms: Quantiles
 
@@ -119,14 +124,18 @@ def make(
         return _result(group, classes, duration_s)
 
     lags = sorted(record.lag_ms for record in records)
+    by_class = {k: result(v) for k, v in grouped(records, lambda r: r.cls).items()}
+    by_tenant = {k: result(v) for k, v in grouped(records, lambda r: r.tenant).items()}
     return RunReport(
         policy=policy,
         seed=seed,
         duration_s=duration_s,
         overall=result(records),
-        classes={k: result(v) for k, v in grouped(records, lambda r: r.cls).items()},
-        tenants={k: result(v) for k, v in grouped(records, lambda r: r.tenant).items()},
+        classes=by_class,
+        tenants=by_tenant,
         sites={k: result(v) for k, v in grouped(records, lambda r: r.site or NO_SITE).items()},
+        jain_tenants=round(jain([one.compliance for one in by_tenant.values()]), 6),
+        jain_classes=round(jain([one.compliance for one in by_class.values()]), 6),
         lag_ms=quantiles(lags),
     )
 
@@ -137,6 +146,12 @@ def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str
     for record in records:
         groups.setdefault(key(record), []).append(record)
     return dict(sorted(groups.items()))
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's fairness index (Jain, Chiu, Hawe 1984); 1 of nothing or of nothing but zeros: nobody is worse off."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def quantiles(ordered: Sequence[float]) -> Quantiles:
@@ -178,6 +193,7 @@ def _result(records: Sequence[Record], classes: Mapping[str, ServiceClass], dura
         cancelled=counts["cancelled"],
         failed=counts["failed"],
         unfinished=counts["unfinished"],
+        late=counts["completed"] - compliant,
         ttft_ms=quantiles(sorted(ttft_all)),
         ttft_completed_ms=quantiles(sorted(ttft_completed)),
         tpot_ms=quantiles(sorted(tpot)),
@@ -198,13 +214,18 @@ _COLUMNS: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
     ("TTFT p50 s", 6, lambda r: _seconds(r.ttft_ms.p50)),
     ("TTFT p99 s", 6, lambda r: _seconds(r.ttft_ms.p99)),
 )
+_TAIL: tuple[tuple[str, int, Callable[[Result], str]], ...] = (
+    ("late", 5, lambda r: str(r.late)),
+    ("p99.9 s", 6, lambda r: _seconds(r.ttft_ms.p999)),
+)
 
 
-def table(reports: Sequence[RunReport]) -> str:
+def table(reports: Sequence[RunReport], *, tail: bool = False) -> str:
     """The runs side by side as plain text: one line per group, under each figure one column per run, in their order.
 
     Goodput and output are tokens/s; `lost` is cancelled + failed + unfinished; TTFT is over offered requests, and
-    `never` says that the rank falls on a request that got no token.
+    `never` says that the rank falls on a request that got no token. With `tail`, who was late and who starved too:
+    completed with an objective missed, P99.9, and Jain's index of compliance.
     """
     if not reports:
         raise ReportError("no run to print")
@@ -218,9 +239,10 @@ def table(reports: Sequence[RunReport]) -> str:
         scopes += [(f"{title} {name}", [group.get(name) for group in groups]) for name in names]
     label_width = max(len(label) for label, _ in scopes)
     marks = [chr(ord("A") + nth) for nth in range(len(reports))] if len(reports) > 1 else [""]
-    widths = [max(width, -(-len(title) // len(reports)) - 1) for title, width, _ in _COLUMNS]
+    columns = (*_COLUMNS, *_TAIL) if tail else _COLUMNS
+    widths = [max(width, -(-len(title) // len(reports)) - 1) for title, width, _ in columns]
     head, under = " " * label_width + "  offered", " " * (label_width + 9)
-    for (title, _, _), width in zip(_COLUMNS, widths, strict=True):
+    for (title, _, _), width in zip(columns, widths, strict=True):
         head += " |" + title.rjust((width + 1) * len(reports))
         under += " |" + "".join(f"{mark:>{width + 1}}" for mark in marks)
     lines = [f"{mark} = {report.policy}" for mark, report in zip(marks, reports, strict=True) if mark]
@@ -233,9 +255,13 @@ def table(reports: Sequence[RunReport]) -> str:
         counts = [0 if result is None else result.offered for result in results]
         offered = str(counts[0]) if len(set(counts)) == 1 else "/".join(map(str, counts))
         line = f"{label:<{label_width}}{offered:>9}"
-        for (_, _, show), width in zip(_COLUMNS, widths, strict=True):
+        for (_, _, show), width in zip(columns, widths, strict=True):
             line += " |" + "".join(f"{'-' if r is None else show(r):>{width + 1}}" for r in results)
         lines.append(line)
+    if tail:
+        lines.append("-" * len(head))
+        lines.append(f"Jain's index of tenants: {' '.join(f'{one.jain_tenants:.3f}' for one in reports)}")
+        lines.append(f"Jain's index of classes: {' '.join(f'{one.jain_classes:.3f}' for one in reports)}")
     return "\n".join(lines)
 
 

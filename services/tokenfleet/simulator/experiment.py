@@ -229,6 +229,8 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: Estimate
     refused: Estimate
     unfinished: Estimate
+    #: completed with an objective missed
+    late: Estimate
     ttft_ms_p50: Estimate
     ttft_ms_p95: Estimate
     ttft_ms_p99: Estimate
@@ -243,6 +245,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[int, ...]
     #: Jain's index of the tenants' compliance: 1 when all tenants are served alike, 1/n when only one is
     jain_tenants: Estimate
+    #: the same of the classes' compliance
+    jain_classes: Estimate
     prefix_hit: Estimate
     overall: GroupSummary
     classes: dict[str, GroupSummary]
@@ -264,12 +268,6 @@ def estimate(values: Sequence[float | None]) -> Estimate:
     return Estimate(round(mean, 6), round(t * deviation / math.sqrt(len(known)), 6))
 
 
-def jain(values: Sequence[float]) -> float:
-    """Jain's fairness index (Jain, Chiu, Hawe 1984); 1 of nothing or of nothing but zeros: nobody is worse off."""
-    squares = sum(value * value for value in values)
-    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
-
-
 def summarise(done: Sequence[Done]) -> list[Summary]:
     """The runs by policy, in the order in which policies first appear."""
     by_policy: dict[str, list[Done]] = {}
@@ -285,11 +283,11 @@ def _summary(policy: str, runs: Sequence[Done]) -> Summary:
         names = sorted({name for one in reports for name in of(one)})
         return {name: _group([of(one).get(name) for one in reports]) for name in names}
 
-    fair = [jain([result.compliance for result in one.tenants.values()]) for one in reports]
     return Summary(
         policy=policy,
         seeds=tuple(one.seed for one in reports),
-        jain_tenants=estimate(fair),
+        jain_tenants=estimate([one.jain_tenants for one in reports]),
+        jain_classes=estimate([one.jain_classes for one in reports]),
         prefix_hit=estimate([run.prefix_hit for run in runs]),
         overall=_group([one.overall for one in reports]),
         classes=groups(lambda one: one.classes),
@@ -310,6 +308,7 @@ def _group(results: Sequence[Result | None]) -> GroupSummary:
         output_tokens_per_s=over(lambda r: r.output_tokens_per_s, 0.0),
         refused=over(lambda r: r.refused, 0),
         unfinished=over(lambda r: r.unfinished, 0),
+        late=over(lambda r: r.late, 0),
         ttft_ms_p50=over(lambda r: r.ttft_ms.p50),
         ttft_ms_p95=over(lambda r: r.ttft_ms.p95),
         ttft_ms_p99=over(lambda r: r.ttft_ms.p99),
@@ -324,9 +323,12 @@ _COLUMNS: tuple[tuple[str, float, int, str], ...] = (
     ("goodput_tokens_per_s", 1.0, 0, "goodput tok/s"),
     ("output_tokens_per_s", 1.0, 0, "output tok/s"),
     ("refused", 1.0, 0, "refused"),
+    ("unfinished", 1.0, 0, "unfinished"),
+    ("late", 1.0, 0, "late"),
     ("ttft_ms_p50", 0.001, 2, "TTFT p50 s"),
     ("ttft_ms_p95", 0.001, 2, "p95 s"),
     ("ttft_ms_p99", 0.001, 2, "p99 s"),
+    ("ttft_ms_p999", 0.001, 2, "p99.9 s"),
 )
 
 
@@ -347,9 +349,10 @@ def table(summaries: Sequence[Summary]) -> str:
                 cells = ["-"] * len(_COLUMNS) if group is None else _cells(group)
                 rows.append([f"{title} {name}" if not n else "", summary.policy, *cells])
     rows.append([])
-    for n, summary in enumerate(summaries):
-        head = "Jain's index of tenants; prefix hit %" if not n else ""
-        rows.append([head, summary.policy, _cell(summary.jain_tenants, 1.0, 3), _cell(summary.prefix_hit, 100.0, 1)])
+    rows.append(["Jain's index: tenants, classes; prefix hit %", ""])
+    for summary in summaries:
+        fair = (_cell(summary.jain_tenants, 1.0, 3), _cell(summary.jain_classes, 1.0, 3))
+        rows.append(["", summary.policy, *fair, _cell(summary.prefix_hit, 100.0, 1)])
     widths = [max(len(row[n]) for row in rows if len(row) > n) for n in range(len(_COLUMNS) + 2)]
     lines = []
     for row in rows:

@@ -9,12 +9,23 @@ from tokenfleet.replay.report import Quantiles, Result, RunReport
 def report(compliance: float, *, lag_ms: float | None = 5.0, offered: int = 100, policy: str = "p") -> RunReport:
     none = Quantiles()
     result = Result(
-        offered=offered, completed=offered, refused=0, cancelled=0, failed=0, unfinished=0, ttft_ms=none,
+        offered=offered, completed=offered, refused=0, cancelled=0, failed=0, unfinished=0, late=0, ttft_ms=none,
         ttft_completed_ms=none, tpot_ms=none, output_tokens_per_s=0, goodput_tokens_per_s=0, compliance=compliance,
         compliance_requests=compliance,
     )  # fmt: skip
     lag = Quantiles(p50=1.0, p99=lag_ms)
-    return RunReport(policy=policy, seed=1, duration_s=60, overall=result, classes={}, tenants={}, sites={}, lag_ms=lag)
+    return RunReport(
+        policy=policy,
+        seed=1,
+        duration_s=60,
+        overall=result,
+        classes={},
+        tenants={},
+        sites={},
+        jain_tenants=1.0,
+        jain_classes=1.0,
+        lag_ms=lag,
+    )
 
 
 @pytest.mark.parametrize(("ours", "theirs", "passed"), [(0.80, 0.65, True), (0.80, 0.6501, True), (0.80, 0.66, False)])

@@ -39,7 +39,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
     assert "A &amp; B" in made
     assert "t&lt;1&gt;" in made
     pictures = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', made)
-    assert len(pictures) == 3
+    assert len(pictures) == 6
     assert all(b"<svg" in base64.b64decode(picture) for picture in pictures)
     assert not re.search(r'(?:src|href)="(?!data:)', made)
     assert "<script" not in made
@@ -51,3 +51,15 @@ def test_one_run_alone_is_a_page_too() -> None:
     assert "tokenfleet" in page.render([shown("tokenfleet", 1)], CLASSES, title="one")
     with pytest.raises(ReportError):
         page.render([], CLASSES, title="none")
+
+
+def test_runs_side_by_side_are_drawn_whole_on_one_scale() -> None:
+    """The second run's load was cut off at the first one's highest."""
+    quiet, busy = shown("quiet", 1000), shown("busy", 1000)
+    for record in busy.records:
+        record.ended_ms = 60_000.0
+    drawn = page._load([quiet, busy])
+    low, high = drawn.axes[0].get_ylim()
+    assert low == 0
+    assert high >= len(busy.records) - 1
+    assert drawn.axes[1].get_ylim() == (low, high)

@@ -101,6 +101,8 @@ def test_groups_are_reported_on_their_own_and_unplaced_ones_too() -> None:
     assert list(made.classes) == ["batch", "chat"]
     assert made.classes["batch"].compliance == 0.0
     assert made.tenants["u"].refused == 1
+    assert (made.jain_tenants, made.jain_classes) == (0.5, 0.5)
+    assert "Jain's index of tenants: 0.500" in report.table([made], tail=True)
     assert {site: r.offered for site, r in made.sites.items()} == {"b": 1, "c": 1, "none": 1}
 
 
@@ -109,8 +111,9 @@ def test_the_json_shape_is_the_one_that_scripts_lean_on() -> None:
     shown = json.loads(msgspec.json.encode(make(refused())))
     assert {"policy", "seed", "duration_s", "overall", "classes", "tenants", "sites"} <= set(shown)
     assert set(shown["overall"]) == {
-        "offered", "completed", "refused", "cancelled", "failed", "unfinished", "ttft_ms", "ttft_completed_ms",
-        "tpot_ms", "output_tokens_per_s", "goodput_tokens_per_s", "compliance", "compliance_requests",
+        "offered", "completed", "refused", "cancelled", "failed", "unfinished", "late", "ttft_ms",
+        "ttft_completed_ms", "tpot_ms", "output_tokens_per_s", "goodput_tokens_per_s", "compliance",
+        "compliance_requests",
     }  # fmt: skip
     assert shown["overall"]["ttft_ms"] == dict.fromkeys(["p50", "p90", "p95", "p99", "p999"])
 

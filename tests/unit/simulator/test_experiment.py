@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from tokenfleet.simulator.experiment import Estimate, estimate, jain, run_all, summarise, table
+from tokenfleet.replay.report import jain
+from tokenfleet.simulator.experiment import Estimate, estimate, run_all, summarise, table
 from tokenfleet.simulator.scenario import parse
 
 SMALL = b"""
