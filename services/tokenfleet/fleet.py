@@ -83,7 +83,7 @@ class Planning(Table, frozen=True, kw_only=True):
     #: a draining replica is stopped after this with what it still has, s
     drain_s: float = 300.0
     #: part of a replica's sustainable work that is planned with
-    utilisation: float = 0.85
+    utilisation: float = 0.95
     #: standard deviations of the load in progress that are kept free
     burst: float = 1.0
     #: demand repeats itself after this, s, in so many bins

@@ -13,7 +13,7 @@ import msgspec
 import nats
 import pytest
 
-from tokenfleet.cli import watch as watch_module
+from tokenfleet.cli import _nats
 from tokenfleet.cli.__main__ import main
 from tokenfleet.fleet import parse
 from tokenfleet.local.nats import NatsServer
@@ -121,12 +121,12 @@ def test_site_model_and_since_narrow_the_stream(server: NatsServer, capsys: pyte
 
 def test_credentials_of_a_url_win_and_are_decoded() -> None:
     """A password with a slash is percent-encoded in a URL and nowhere else."""
-    assert watch_module._credentials("nats://me:p%40ss%2F@[::1]:4333") == {
+    assert _nats.credentials("nats://me:p%40ss%2F@[::1]:4333") == {
         "nats_url": "nats://[::1]:4333",
         "nats_user": "me",
         "nats_password": "p@ss/",
     }
-    assert watch_module._credentials("nats://bus") == {"nats_url": "nats://bus:4222"}
+    assert _nats.credentials("nats://bus") == {"nats_url": "nats://bus:4222"}
 
 
 def test_what_the_user_may_not_read_is_said_plainly(server: NatsServer, capsys: pytest.CaptureFixture[str]) -> None:

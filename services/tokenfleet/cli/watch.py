@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 from tokenfleet.cli._errors import CommandError, UsageError
+from tokenfleet.cli._nats import credentials
 
 if TYPE_CHECKING:
     from tokenfleet.runtime.bus import Bus
@@ -72,7 +72,7 @@ async def _watch(args: argparse.Namespace) -> int:
         settings = Settings.load()
     except SettingsError as error:
         raise UsageError(str(error)) from None
-    settings = msgspec.structs.replace(settings, **_credentials(args.nats or settings.nats_url))
+    settings = msgspec.structs.replace(settings, **credentials(args.nats or settings.nats_url))
     family = WHAT[args.what]
     bus = Bus(settings, Clock(), f"watch-{os.getpid()}")
     try:
@@ -241,22 +241,6 @@ def _number(value: float | None, unit: str = "") -> str:
 
 def _percent(value: float | None) -> str:
     return "?" if value is None else f"{value:.0%}"
-
-
-def _credentials(url: str) -> dict[str, str]:
-    """Settings for a URL; user and password in it win over the environment's. Raises `UsageError`."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"--nats or TOKENFLEET_NATS_URL: {error}") from None
-    if parts.scheme not in ("nats", "tls") or not parts.hostname:
-        raise UsageError("--nats or TOKENFLEET_NATS_URL: expected nats://[user:password@]host:port")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    found = {"nats_url": urlunsplit((parts.scheme, f"{host}:{port or 4222}", "", "", ""))}
-    if parts.username:
-        found |= {"nats_user": unquote(parts.username), "nats_password": unquote(parts.password or "")}
-    return found
 
 
 def _seconds(text: str) -> float:

@@ -65,9 +65,9 @@ class FleetMind:
         self.replica = replica
         self.ranker, self.mover = ranker, mover
         self.state = State()
-        self.view = View(fleet, self.state)
         self.offices = Offices(replica)
         self.long = LongCycle(replica, self.offices)
+        self.view = View(fleet, self.state, self.long)
         self._timers: list[tuple[float, str]] = []
         self._out: list[Effect] = []
         self._look_ms = 0.0
@@ -156,7 +156,7 @@ class FleetMind:
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:
         """Take a reloaded fleet file: it holds for what is decided from now on."""
         self.fleet = fleet
-        self.view = View(fleet, self.state)
+        self.view = View(fleet, self.state, self.long)
         return self._effects(now_ms)
 
     def snapshot(self) -> bytes:
@@ -171,7 +171,7 @@ class FleetMind:
         except msgspec.DecodeError as error:
             raise ValueError(f"no checkpoint of this version: {error}") from None
         self.offices.marks, self.long.state = dict(self.state.offices), self.state.plan
-        self.view = View(self.fleet, self.state)
+        self.view = View(self.fleet, self.state, self.long)
         self._timers = []
         for request_id, road in self.state.roads.items():
             self._arm(road.watch_until_ms, request_id)

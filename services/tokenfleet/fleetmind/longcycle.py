@@ -9,8 +9,7 @@ running, and what an actuator failed to start is not counted on.
 Refuses to know single placements, and how a replica is started.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -19,7 +18,7 @@ from tokenfleet.eligibility import FRESH_MS, CapacityView, permitted_sites
 from tokenfleet.engine_model import cold_start_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.planning.forecast import Series
-from tokenfleet.fleetmind.planning.planner import Plan, Planned, PoolFacts, Rules, Stream
+from tokenfleet.fleetmind.planning.planner import Planned, PoolFacts, Rules, Stream
 from tokenfleet.fleetmind.planning.reservations import Book, Reservation, closed_share, site_gpus
 from tokenfleet.fleetmind.planning.warmpool import Idle
 from tokenfleet.fleetmind.planning.work import Curve, Demand, Engine
@@ -28,6 +27,7 @@ from tokenfleet_schemas.admission import AdmissionDecided
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.plan import PlanApplied, PlanIssued, Target
+from tokenfleet_schemas.request import Ask
 from tokenfleet_schemas.reservation import (
     ReservationGranted,
     ReservationOwned,
@@ -82,15 +82,28 @@ class MakePlan(Effect, frozen=True, tag=True):
             plan = decide(self.pools, self.streams, self.gpus, self.rules, self.idle, self.now_s)
         except (PlanningError, ModuleNotFoundError) as error:  # without scipy there is no plan, and that is said
             return PlanMade(id=name, number=self.number, failure=str(error))
-        return PlanMade(id=name, number=self.number, plan=plan, idle=self.idle)
+        return PlanMade(
+            id=name,
+            number=self.number,
+            targets={" ".join(key): planned for key, planned in plan.targets.items()},
+            unserved=plan.unserved,
+            gpus=plan.gpus,
+            idle=self.idle,
+        )
 
 
 class PlanMade(Event, frozen=True, kw_only=True, tag="fleetmind.plan_made"):
     """The solver's answer: an input of the shell's, never published."""
 
     number: int
-    plan: Plan | None = None
+    #: `SITE MODEL VERSION` → what is to run there
+    targets: dict[str, Planned] = {}
+    #: stream → replicas' worth that nobody serves
+    unserved: dict[str, float] = {}
+    #: GPUs that the targets take, by site
+    gpus: dict[str, int] = {}
     idle: dict[str, Idle] = {}
+    #: why there is no plan; empty: there is one
     failure: str = ""
 
 
@@ -232,11 +245,18 @@ class LongCycle:
     # ------------------------------------------------------------------ for the short cycle
 
     def closed(
-        self, fleet: Fleet, capacity: CapacityView, site: str, ask: Any, now_ms: float, open_asks: Mapping[str, Any]
+        self,
+        fleet: Fleet,
+        capacity: CapacityView,
+        site: str,
+        ask: Ask,
+        now_ms: float,
+        open_asks: Callable[[], Iterable[Ask]],
     ) -> float:
         """Part of a site's room for this request's model that promises to others close to it, 0..1.
 
-        `open_asks` are the asks of the requests that are at the site now; looked at only where promises are open there.
+        `open_asks` gives the requests that are at the site now; asked for only where promises are open there, and not
+        for each request.
         """
         book = self.state.book
         if not book.given:
@@ -253,7 +273,7 @@ class LongCycle:
         if known is None or now_ms - known[0] >= USE_MS:
             room = sum(report.max_sequences or 0 for report in reports)
             used = dict.fromkeys((one.name for one in given), 0.0)
-            for other in open_asks.values():
+            for other in open_asks():
                 for one in given:
                     if other.model == ask.model and one.covers(other.tenant, other.service_class):
                         used[one.name] += gpus / room if room else 0.0
@@ -473,16 +493,17 @@ class LongCycle:
         term = self._term
         if not term:
             return
-        if made.plan is None:
+        if made.failure:
             yield Note("plan_failed", {}, {"error": made.failure}, level="error")
             return
         self.state.idle = made.idle
-        self.state.unserved = made.plan.unserved
+        self.state.unserved = made.unserved
         yield Note("plan_decided", {})
-        for name, work in made.plan.unserved.items():
+        for name, work in made.unserved.items():
             yield Note("plan_unserved", {}, {"demand": name, "replicas": str(work)}, level="warning")
         by_model: dict[tuple[str, str], list[tuple[str, Planned]]] = {}
-        for (site, model, version), planned in made.plan.targets.items():
+        for key, planned in made.targets.items():
+            site, model, version = key.split(" ")
             if fleet.sites[site].actuator is not None:
                 by_model.setdefault((site, model), []).append((version, planned))
         for (site, model), versions in sorted(by_model.items()):
@@ -511,7 +532,7 @@ class LongCycle:
                 targets=targets,
                 horizon_s=round((fleet.planning.cold_start_s + fleet.planning.every_s), 1),
                 gpus=site_gpus(fleet, site),
-                gpus_planned=made.plan.gpus.get(site, 0),
+                gpus_planned=made.gpus.get(site, 0),
             )
             self.state.issued[site, model] = issued
             yield Publish(issued, durable=True)

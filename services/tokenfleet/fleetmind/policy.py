@@ -128,6 +128,12 @@ def survey(view: View, road: Road, names: Sequence[str], now_ms: float) -> list[
     price = LATE_PRICE if any(site.terms["late_ms"] <= 0.0 for site in sites) else 1.0
     for site in sites:
         site.terms["cost_ms"] += price * site.terms["late_ms"]
+        closed = view.closed(ask, site.name, now_ms)
+        if closed:
+            site.terms["closed"] = closed
+            if not has_room(fleet, road, site):
+                # what is left is promised to others: as dear as missing what this one was promised
+                site.terms["cost_ms"] += costs.objective_ms(ask)
     return sites
 
 
@@ -193,8 +199,12 @@ def is_loaded(fleet: Fleet, road: Road, site: Site) -> bool:
 
 
 def has_room(fleet: Fleet, road: Road, site: Site) -> bool:
-    """Whether a site would begin with the request at once: a home up to its last place, others below their ceiling."""
-    return below(1.0 if is_home(fleet, road, site) else fleet.sites[site.name].load_ceiling, road, site)
+    """Whether a site would begin with the request at once: a home up to its last place, others below their ceiling.
+
+    Neither counts what promises close to it (`terms["closed"]`).
+    """
+    ceiling = 1.0 if is_home(fleet, road, site) else fleet.sites[site.name].load_ceiling
+    return below(ceiling * (1.0 - site.terms.get("closed", 0.0)), road, site)
 
 
 def below(ceiling: float, road: Road, site: Site) -> bool:

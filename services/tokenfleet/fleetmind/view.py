@@ -4,11 +4,12 @@ Decides eligibility as `tokenfleet.eligibility` does, and remembers what does no
 ninety instances is not summed anew for each request. Refuses to know costs.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from tokenfleet.eligibility import ready_instances, site_out
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.costs import Pool, pool_of
+from tokenfleet.fleetmind.longcycle import LongCycle
 from tokenfleet.fleetmind.state import State
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
@@ -22,8 +23,8 @@ _SUMS = "fleetmind"
 class View:
     """Reads the fleet and the fold; owns nothing but what it remembers of them."""
 
-    def __init__(self, fleet: Fleet, state: State) -> None:
-        self.fleet, self.state = fleet, state
+    def __init__(self, fleet: Fleet, state: State, promises: LongCycle | None = None) -> None:
+        self.fleet, self.state, self.promises = fleet, state, promises
         self._order: dict[tuple[str, str], tuple[str, ...]] = {}
         self._denials: dict[tuple[str, str, str], str] = {}
 
@@ -47,6 +48,21 @@ class View:
             if pool.rate:
                 self.state.load((site, ask.model, ask.version)).set_rate(pool.rate, now_ms)
         return pool, "" if roster else roster.why
+
+    def closed(self, ask: Ask, site: str, now_ms: float) -> float:
+        """Part of a site's room that promises to others close to a request, 0..1."""
+        if self.promises is None or not self.promises.state.book.given:
+            return 0.0
+
+        def inside() -> Iterator[Ask]:
+            for (where, model, _), load in self.state.loads.items():
+                if (where, model) == (site, ask.model):
+                    for request_id in (*load.asked, *load.held, *load.booked):
+                        road = self.state.roads.get(request_id)
+                        if road is not None:
+                            yield road.ask
+
+        return self.promises.closed(self.fleet, self.state.capacity, site, ask, now_ms, inside)
 
     def eligible(self, ask: Ask, now_ms: float, excluded: Collection[str] = ()) -> tuple[list[str], list[Considered]]:
         """As `eligibility.allowed_ready_sites`: the same sites in the same order, with the same reasons."""

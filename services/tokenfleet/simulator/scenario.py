@@ -156,6 +156,22 @@ class EngineSpec(Table, frozen=True, kw_only=True):
     block_tokens: int = 16
 
 
+class ScalingSpec(Table, frozen=True, kw_only=True):
+    """`[scaling]`: replicas that start and stop within a run; see `simulator.scaling`."""
+
+    #: `none`: all declared replicas run all the time. `static`: those that it begins with do.
+    #: `plan`: FleetMind's long cycle, by the fleet's `[planning]`. `reactive`: a utilisation threshold per pool
+    kind: Literal["none", "static", "plan", "reactive"] = "none"
+    #: `SITE/MODEL` or `SITE/MODEL@VERSION` → replicas that run when it begins; 1 where nothing is said
+    begin: dict[str, int] = {}
+    #: reactive: utilisation aimed at (running and waiting over sequences), how often, and for how long the highest wish
+    #: holds a pool up
+    target: float = 0.7
+    every_s: float = 15.0
+    down_after_s: float = 300.0
+    at_least: int = 1
+
+
 class GatewaySpec(Table, frozen=True, kw_only=True):
     """`[gateways]`."""
 
@@ -198,6 +214,7 @@ class _File(Table, frozen=True, kw_only=True):
     agents: AgentSpec = AgentSpec()
     engines: EngineSpec = EngineSpec()
     gateways: GatewaySpec = GatewaySpec()
+    scaling: ScalingSpec = ScalingSpec()
     faults: tuple[Fault, ...] = ()
 
 
@@ -213,6 +230,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     agents: AgentSpec = AgentSpec()
     engines: EngineSpec = EngineSpec()
     gateways: GatewaySpec = GatewaySpec()
+    scaling: ScalingSpec = ScalingSpec()
     faults: tuple[Fault, ...] = ()
     #: the scenario's own, beside the built-in ones
     profiles: dict[str, Profile] = {}
@@ -305,6 +323,7 @@ def parse(
         agents=raw.agents,
         engines=raw.engines,
         gateways=raw.gateways,
+        scaling=raw.scaling,
         faults=raw.faults,
         profiles={name: _profile(name, one) for name, one in raw.profiles.items()},
     )
@@ -406,6 +425,14 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
     expect(raw.agents.every_s > 0 and raw.agents.late_ms >= 0, "agents: every_s > 0 and late_ms >= 0")
     expect(raw.agents.rate_error > 0, "agents.rate_error must be positive")
     expect(raw.gateways.lease_s > 0, "gateways.lease_s must be positive")
+    scaling = raw.scaling
+    expect(0 < scaling.target <= 1, "scaling.target must be in (0, 1]")
+    expect(scaling.every_s > 0 and scaling.down_after_s >= 0, "scaling: every_s > 0 and down_after_s >= 0")
+    expect(scaling.at_least >= 0, "scaling.at_least must not be negative")
+    for where, count in scaling.begin.items():
+        at, _, model = where.partition("/")
+        known = at in fleet.sites and fleet.resolve_model(model) is not None
+        expect(known and count >= 0, f"scaling.begin.{where}: SITE/MODEL = replicas")
     for key in ("c", "a", "k", "t_w", "t_fix", "api_delay", "per_sequence", "kv_tokens", "cold_start"):
         expect(getattr(raw.engines, key) > 0, f"engines.{key} must be positive")
     block = raw.engines.block_tokens

@@ -24,6 +24,7 @@ from tokenfleet.simulator.faults import plan_faults
 from tokenfleet.simulator.instances import SimulatedInstance, Work
 from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
 from tokenfleet.simulator.policies import Choice
+from tokenfleet.simulator.scaling import Scaling, scaled, solver
 from tokenfleet.simulator.scenario import Scenario
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
@@ -35,7 +36,7 @@ SETTLE_MS = 2_500.0
 #: how often a run looks whether it is over, and tells its progress
 LOOK_MS = 1_000.0
 #: a gauge with one of these beginnings counts something of which a quiet fleet has none
-COUNTERS = ("held", "booked", "open", "running", "waiting", "in_flight", "reserved", "queued", "pending")
+COUNTERS = ("held", "booked", "open", "waiting", "in_flight", "reserved", "queued", "pending")
 _OUTCOMES: dict[str, Outcome] = {"completed": "completed", "refused": "refused", "cancelled": "cancelled"}
 
 
@@ -313,6 +314,8 @@ class World:
     ) -> None:
         self.scenario, self.choice, self.seed = scenario, choice, seed
         self.fleet: Fleet = choice.applied(scenario.fleet)
+        if scenario.scaling.kind != "none":
+            self.fleet = scaled(self.fleet, scenario.scaling)
         self.loop = Loop()
         self.zero_ms = ZERO_MS
         self.bus = Bus(self.loop, self.fleet, scenario.bus, scenario.hub, seed=seed)
@@ -334,6 +337,8 @@ class World:
         self._finals: dict[str, int] = {}
         self._join_services()
         self.entries = {name: Entry(self, name, 1) for name, site in self.fleet.sites.items() if site.entry}
+        #: who starts and stops replicas, if anybody does
+        self.scaling = Scaling(self) if scenario.scaling.kind != "none" else None
         self._start_agents()
         for arrival in self.arrivals:
             if not arrival.follows:
@@ -354,7 +359,10 @@ class World:
                 cores.append((name, "tokenpilot", site, self.choice.tokenpilot(fleet, site, name)))
         accountant = Accountant(fleet)
         accountant.take_office(1)
-        nodes = [Node(name, service, site, core, self.bus) for name, service, site, core in cores]
+        nodes = [
+            Node(name, service, site, core, self.bus, solver(self, name) if service == "fleetmind" else None)
+            for name, service, site, core in cores
+        ]
         for node in [*nodes, Node("accountant", "accountant", hub, accountant, self.bus)]:
             self.bus.join(node)
             self.loop.at(START_MS, node.perform, _waking(node, START_MS))
@@ -388,6 +396,8 @@ class World:
                 one.stop()
         reports = [one.report(now_ms, late_ms) for one in instances if one.silent_until_ms <= now_ms]
         self._agents[site] = [one for one in instances if not one.stopped]
+        if self.scaling is not None:
+            reports = self.scaling.reports(site, reports, now_ms, late_ms)
         self.loop.at(now_ms + late_ms, self._say_capacity, site, reports)
         self.loop.at(now_ms + self.scenario.agents.every_s * 1000.0, self._sample, site)
 

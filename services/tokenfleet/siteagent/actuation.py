@@ -23,8 +23,9 @@ DRAIN_MIN_MS = 2_000.0
 #: pause before an actuator that failed is asked again, doubled each time, ms
 RETRY_MS = 5_000.0
 RETRY_MAX_MS = 300_000.0
-#: a start that does not come true within so many cold starts has failed
+#: a start that does not come true within so many cold starts, and some samples, has failed
 LATE = 3.0
+SAMPLES_MS = 10_000.0
 
 Action = Literal["start", "stop"]
 State = Literal["untouched", "on", "starting", "draining", "stopping", "off"]
@@ -144,11 +145,15 @@ class Actuation:
         for name, hand in sorted(self.hands.items()):
             if hand.asked is not None or now_ms < hand.retry_ms:
                 continue
-            if hand.state == "on" and hand.lost_ms is not None and now_ms - hand.lost_ms >= self.cold_start_ms:
+            if (
+                hand.state == "on"
+                and hand.lost_ms is not None
+                and now_ms - hand.lost_ms >= max(self.cold_start_ms, SAMPLES_MS)
+            ):
                 self._turn(hand, "starting", now_ms)  # it died, and nobody brought it back
             if hand.state == "draining" and self._drained(hand, now_ms):
                 self._turn(hand, "stopping", now_ms)
-            if hand.state == "starting" and hand.begun and now_ms - hand.since_ms >= LATE * self.cold_start_ms:
+            if hand.state == "starting" and hand.begun and now_ms - hand.since_ms >= self._late_ms:
                 self._turn(hand, "stopping", now_ms)
                 self._failed(hand, "started, but does not serve", now_ms)
             elif hand.state == "stopping" or (hand.state == "starting" and not hand.begun):
@@ -164,7 +169,7 @@ class Actuation:
             if hand.state == "draining":
                 wishes.append(hand.since_ms + (DRAIN_MIN_MS if hand.empty_samples else self.drain_ms))
             elif hand.state == "starting" and hand.begun:
-                wishes.append(hand.since_ms + LATE * self.cold_start_ms)
+                wishes.append(hand.since_ms + self._late_ms)
             elif hand.state in ("starting", "stopping"):
                 wishes.append(hand.retry_ms)
         return max(now_ms + 1.0, min(wishes))
@@ -271,6 +276,10 @@ class Actuation:
         if hand.state in ("on", "untouched") and not hand.ready:
             broken += 3
         return (rank[hand.state] + broken, -(hand.open_requests or 0), name)
+
+    @property
+    def _late_ms(self) -> float:
+        return LATE * self.cold_start_ms + SAMPLES_MS
 
     def _drained(self, hand: Hand, now_ms: float) -> bool:
         waited_ms = now_ms - hand.since_ms

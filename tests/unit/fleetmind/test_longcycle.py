@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,12 +10,14 @@ import pytest
 from tests.simulation.harness import START_MS, small_fleet
 from tests.simulation.messages import Bench, admitted, finished, make_ask
 
-from tokenfleet.effects import Effect, Note
+from tokenfleet.effects import Effect, Note, Publish
 from tokenfleet.fleet import Actuator, Fleet, Planning, Promise
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, MakePlan, PlanMade
+from tokenfleet.runtime.recording import Recorder, replay
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import Times
+from tokenfleet_schemas.placement import PlacementRequested
 from tokenfleet_schemas.plan import PlanApplied, PlanIssued
 from tokenfleet_schemas.reservation import (
     ReservationGranted,
@@ -182,6 +185,41 @@ class TestPlans:
         last = bench.core.long.state.issued["b", "m"]
         assert last.revision > before.issued["b", "m"].revision or last is before.issued["b", "m"]
 
+    def test_the_solvers_answer_can_be_recorded_and_told_again(self, tmp_path: Path) -> None:
+        """A plan of last night as a test of today: told the same, the solver's word too, a core says the same."""
+        recorder = Recorder(tmp_path / "told.jsonl")
+        bench = PlanBench(planned_fleet(), office=False)
+        handle, wake, mark = bench.core.handle, bench.core.wake, bench.core.mark
+
+        def said(effects: Iterable[Effect]) -> list[Effect]:
+            effects = list(effects)
+            for effect in effects:
+                if isinstance(effect, Publish):
+                    recorder.event("said", effect.event)
+            return effects
+
+        def told(event: Event, now_ms: float) -> list[Effect]:
+            recorder.event("handle", event, now_ms)
+            return said(handle(event, now_ms))
+
+        def woken(now_ms: float) -> list[Effect]:
+            recorder.write("wake", now_ms)
+            return said(wake(now_ms))
+
+        def marked(scope: str, term: int, now_ms: float) -> Event:
+            recorder.write("mark", now_ms, scope=scope, term=term)
+            made: Event = mark(scope, term, now_ms)
+            return made
+
+        bench.core.handle, bench.core.wake, bench.core.mark = told, woken, marked
+        bench.take_office()
+        bench.traffic(1.0, 70, ready=())
+        assert bench.targets()["b", "1"] > 0
+        recorder.close()
+        found = replay(tmp_path / "told.jsonl", FleetMind(bench.fleet, replica="fleetmind-1"), inputs=(PlanMade,))
+        assert found.said > 0
+        assert found.differences == []
+
     def test_a_solver_that_fails_leaves_the_plan_as_it_is(self) -> None:
         """No plan is better than a plan of nonsense, and the log says why."""
         bench = PlanBench(planned_fleet())
@@ -309,7 +347,7 @@ class TestPromises:
 
         def closed(tenant: str) -> float:
             ask = make_ask("r2", tenant=tenant)
-            found: float = bench.core.long.closed(bench.fleet, bench.core.state.capacity, "b", ask, bench.now_ms, {})
+            found: float = bench.core.view.closed(ask, "b", bench.now_ms)
             return found
 
         assert closed("acme") == (0.5 if holder else 0.0)
@@ -317,6 +355,26 @@ class TestPromises:
         bench.now_ms += 31_000
         bench.report()
         assert closed("acme") == 0.0
+
+    def test_others_go_elsewhere_while_the_holder_is_there_and_borrow_when_it_is_not(self) -> None:
+        """B is promised whole to one tenant: while it asks, others are sent to C; a minute later B serves anybody."""
+        bench = PlanBench(planned_fleet(planning="off"))
+        bench.report()
+        bench.feed(request("all", 4.0, tenant="local"))
+        bench.now_ms += 2_000
+        bench.report()
+
+        def site_of(request_id: str, tenant: str) -> str:
+            said = bench.feed(admitted(make_ask(request_id, tenant=tenant)))
+            (asked,) = [one for one in said if isinstance(one, PlacementRequested)]
+            return asked.site
+
+        assert site_of("r1", "local") == "b"
+        assert site_of("r2", "acme") == "c"
+        assert site_of("r3", "local") == "b"
+        bench.now_ms += 31_000
+        bench.report()
+        assert site_of("r4", "acme") == "b"
 
 
 def _time(at_ms: float) -> Any:

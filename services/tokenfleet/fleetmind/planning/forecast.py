@@ -11,8 +11,14 @@ import math
 
 import msgspec
 
-#: weight of a new tick in the level and of its change in the trend
+#: weight of a new tick in the level: as much as this where it counted many events, less where chance is most of it, so
+#: that the level always rests on about so many; a tick that chance does not explain is believed more
 LEVEL = 0.3
+LEVEL_MIN = 0.03
+EVENTS = 200.0
+SURPRISE = 4.0
+SURPRISED = 0.6
+#: weight of the level's change in the trend
 TREND = 0.1
 #: a trend loses so much of itself with each tick ahead
 DAMPED = 0.9
@@ -22,6 +28,8 @@ SEASON = 0.3
 RATIO_MAX = 3.0
 #: forecasts compared with what came, newest last
 ERRORS_KEPT = 96
+#: of a normal distribution, the 90th percentile in standard deviations
+NORMAL_90 = 1.2816
 #: events that a bin needs before it can scale anything
 EVENTS_MIN = 5.0
 
@@ -45,6 +53,8 @@ class Series(msgspec.Struct):
     count: float = 0.0
     ticks: int = 0
     level: float = 0.0
+    #: of the last tick in the level
+    weight: float = LEVEL
     trend: float = 0.0
     #: mean rate of each bin, and in how many seasons it was seen
     season: list[float] = []
@@ -84,9 +94,11 @@ class Series(msgspec.Struct):
         if self.ticks == 0:
             self.level = rate
         else:
-            self.level += LEVEL * (rate - (self.level + DAMPED * self.trend)) + DAMPED * self.trend
-            self.level = max(0.0, self.level)
+            expected = max(0.0, self.level + DAMPED * self.trend)
+            weight = self._weight(expected, rate)
+            self.level = max(0.0, expected + weight * (rate - expected))
             self.trend = TREND * (self.level - before) + (1 - TREND) * DAMPED * self.trend
+            self.weight = weight
         self.ticks += 1
         self._gather(began_s, rate)
         ended_s = began_s + self.tick_s
@@ -94,6 +106,13 @@ class Series(msgspec.Struct):
             made = self.pending.pop(0)
             floor = EVENTS_MIN / (self.season_s / self.bins)
             self.errors = [*self.errors, (self.level - made.rate) / max(made.rate, floor)][-ERRORS_KEPT:]
+
+    def _weight(self, expected: float, rate: float) -> float:
+        """How much a tick's rate says of the level: less where so few events are mostly chance (Poisson)."""
+        events = expected * self.tick_s
+        if abs(rate - expected) * self.tick_s > SURPRISE * math.sqrt(max(events, 1.0)):
+            return SURPRISED
+        return min(LEVEL, max(LEVEL_MIN, events / EVENTS))
 
     def _gather(self, began_s: float, rate: float) -> None:
         number = self._bin(began_s)
@@ -132,7 +151,7 @@ class Series(msgspec.Struct):
         """Expected rate in so many seconds."""
         ticks = ahead_s / self.tick_s
         # the level is of the last ticks, which are some way back
-        lag_s = self.tick_s * (1 - LEVEL) / LEVEL
+        lag_s = self.tick_s * (1 - self.weight) / self.weight
         here, there = self.usual(now_s - lag_s), self.usual(now_s + ahead_s)
         if here is not None and there is not None:
             enough = here * self.season_s / self.bins >= EVENTS_MIN
@@ -153,8 +172,16 @@ class Series(msgspec.Struct):
         self.pending.append(Pending(now_s + ahead_s, self.at(now_s, ahead_s)))
 
     def margin(self, quantile: float = 0.9) -> float:
-        """Relative error that forecasts exceeded in no more than 1 - quantile of cases; 0 while none came due."""
+        """Relative error that forecasts exceeded in no more than 1 - quantile of cases, less what chance explains.
+
+        0 while none came due. What arrives by chance around a rate is no error of the rate, and whoever plans with it
+        has a margin for that.
+        """
         if not self.errors:
             return 0.0
         ranked = sorted(self.errors)
-        return max(0.0, ranked[min(len(ranked) - 1, int(quantile * len(ranked)))])
+        found = max(0.0, ranked[min(len(ranked) - 1, int(quantile * len(ranked)))])
+        events = max(self.level, EVENTS_MIN / (self.season_s / self.bins)) * self.tick_s
+        # variance of an exponentially weighted mean of Poisson counts, relative; forecast and outcome both have it
+        chance = 2.0 * self.weight / (2.0 - self.weight) / events
+        return math.sqrt(max(0.0, found * found - NORMAL_90**2 * chance))

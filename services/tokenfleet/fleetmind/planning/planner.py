@@ -29,7 +29,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """How cautious a plan is; seconds."""
 
     #: part of a replica's sustainable work that is planned with
-    utilisation: float = 0.85
+    utilisation: float = 0.95
     #: standard deviations of the load in progress that are kept free
     burst: float = 1.0
     #: time between two plans
@@ -152,7 +152,9 @@ def decide(
         for pool in pools
     ]
     near = optimiser.solve(offered, _needs(pools, streams, speeds, rules, capacity, later=False), gpus)
-    later = optimiser.solve(offered, _needs(pools, streams, speeds, rules, capacity, later=True), gpus)
+    later = near
+    if any(near.replicas[pool.key] < pool.ordered for pool in pools):  # else there is nothing to drop
+        later = optimiser.solve(offered, _needs(pools, streams, speeds, rules, capacity, later=True), gpus)
     targets: dict[PoolKey, Planned] = {}
     for pool in sorted(pools, key=lambda one: one.key):
         key = pool.key
