@@ -36,9 +36,18 @@ class KvRequested(Event, frozen=True, kw_only=True, tag="tokenfleet.kv.v1.reques
 
 
 class KvSummarised(Event, frozen=True, kw_only=True, tag="tokenfleet.kv.v1.summarised"):
-    """A bounded summary of a site's prefixes for one model: the hottest digests with their hits."""
+    """A bounded summary of a site's prefixes for one model: a sample of the digests that its instances hold.
+
+    A digest is in it if any instance holds it and its lowest `sampled_bits` bits (little endian) are zero, so that
+    whoever has a prompt's chain knows which of its digests would be here. The bits are as many as the bound on the
+    message needs.
+    """
 
     model: str
+    #: rises over restarts of the sender
     sequence: int
+    #: packed 8-byte digests of `tokenfleet.prefix`
     digests: bytes
+    #: how often each was hit; empty where the sender does not count
     hits: tuple[int, ...]
+    sampled_bits: int = 0

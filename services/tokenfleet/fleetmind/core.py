@@ -14,6 +14,7 @@ from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import retry_after_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import policy
+from tokenfleet.fleetmind.caches import Caches
 from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, LongCycle
 from tokenfleet.fleetmind.state import INFINITY, TOMBSTONE_MS, Path, Road, State
 from tokenfleet.fleetmind.view import View
@@ -21,6 +22,7 @@ from tokenfleet.offices import Offices
 from tokenfleet_schemas.admission import REASONS, AdmissionDecided, AdmissionOwned
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.kv import KvSummarised
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.placement import (
@@ -65,6 +67,8 @@ class FleetMind:
         self.replica = replica
         self.ranker, self.mover = ranker, mover
         self.state = State()
+        #: advice, not state: left out of checkpoints
+        self.caches = Caches()
         self.offices = Offices(replica)
         self.long = LongCycle(replica, self.offices)
         self.view = View(fleet, self.state, self.long)
@@ -87,6 +91,7 @@ class FleetMind:
             PlacementRefused: self._refused,
             CapacityReported: self._reported,
             CapacityProbed: self._probed,
+            KvSummarised: self.caches.summarised,
             OutcomeFinished: self._finished,
             GatewayLeased: self._leased,
         }
@@ -230,6 +235,7 @@ class FleetMind:
 
     def _place(self, road: Road, term: int, now_ms: float, *, avoid: Iterable[str] = ()) -> None:
         """Rank the sites and ask the best, or refuse when nobody may or can serve the request."""
+        road.hits = self.caches.hits(road.ask, now_ms)
         ranking = self.ranker(self.view, road, now_ms, avoid=tuple(avoid))
         if ranking.site:
             if ranking.turn:
@@ -481,6 +487,8 @@ class FleetMind:
         road.attempt, road.revision = max(road.place, (message.attempt, message.revision))
         road.phase, road.kv_tokens = "assigned", message.work.kv_tokens
         self.state.take_load(road, now_ms)
+        pool, _ = self.view.pool(road.ask, road.site, now_ms)
+        self.caches.sent(self.state.key(road), road.ask, pool.kv_total)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> None:
         """The gateway does not use what we counted; whatever it does use says so itself."""
@@ -559,6 +567,10 @@ class FleetMind:
             self._expire(request_id, now_ms)
 
     def _reported(self, message: CapacityReported, now_ms: float) -> None:
+        known = self.state.capacity.instances(message.site)
+        before = known.get(message.instance)
+        if before is not None and before.report.incarnation != message.incarnation and len(known) == 1:
+            self.caches.forget(message.site, message.model, message.version)
         self.state.capacity.fold(message, now_ms)
 
     def _probed(self, message: CapacityProbed, now_ms: float) -> None:
