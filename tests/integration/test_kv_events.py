@@ -11,11 +11,13 @@ import msgspec
 import prometheus_client
 import pytest
 from aiohttp import web
+from tests.simulation.messages import make_ask
 
 from tokenfleet import prefix
 from tokenfleet.emulator import Emulator
 from tokenfleet.emulator.settings import EmulatorSettings
 from tokenfleet.fleet import Fleet, parse
+from tokenfleet.fleetmind.caches import Caches
 from tokenfleet.local.nats import NatsServer
 from tokenfleet.runtime.bus import Bus
 from tokenfleet.runtime.clock import Clock
@@ -26,7 +28,7 @@ from tokenfleet.siteagent.service import Agent
 from tokenfleet.siteagent.settings import Knobs
 from tokenfleet_schemas.codec import decode_packed
 from tokenfleet_schemas.event import Event
-from tokenfleet_schemas.kv import KvChanged, KvRequested
+from tokenfleet_schemas.kv import KvChanged, KvRequested, KvSummarised
 from tokenfleet_schemas.routes import subject_filter
 
 zmq = pytest.importorskip("zmq", reason="KV events travel by pyzmq (extra siteagent)")
@@ -209,6 +211,32 @@ async def test_what_an_engine_caches_is_known_exactly(
         await complete(session, url, "y" * 640)
         await mirror.until(lambda: digests("y" * 640) <= mirror.held and mirror.events[-1].incarnation != incarnation)
         assert len(mirror.held) <= 11
+
+
+async def test_a_summary_of_what_a_site_holds_reaches_fleetmind(
+    server: NatsServer, engine: tuple[Fleet, dict[str, str], aiohttp.ClientSession]
+) -> None:
+    """With FleetMind's own rights, and it finds a prompt there that it never sent itself."""
+    fleet, addresses, session = engine
+    text = "h" * 2000
+    knobs = msgspec.structs.replace(QUICK, kv_summary_ms=30.0)
+    chain, stride = prefix.pack(prefix.digests([byte + 3 for byte in text.encode()], KEY))
+    ask = make_ask(tenant="acme", input_tokens=2000, prefix=chain, prefix_stride=stride)
+    caches, found = Caches(), asyncio.Event()
+
+    def take(_subject: str, _reply: str, data: bytes, _status: dict[str, str] | None) -> None:
+        event = decode_packed(data)
+        assert isinstance(event, KvSummarised)
+        caches.summarised(event, 0.0)
+        if caches.hits(ask, 0.0).get("b", 0) >= 1900:
+            found.set()
+
+    async with connected(server, "fleetmind") as fleetmind:
+        await fleetmind.nc.listen(subject_filter(KvSummarised), take)
+        await fleetmind.nc.flush()
+        async with listening(server, fleet, knobs):
+            await complete(session, addresses["url"], text)
+            await asyncio.wait_for(found.wait(), 8)
 
 
 class Wire:

@@ -9,6 +9,8 @@ from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_main
 from tokenfleet.runtime.tasks import cancel_and_wait
+from tokenfleet_schemas import codec
+from tokenfleet_schemas.kv import KvSummarised
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.routes import stream_of, subject_filter
@@ -46,6 +48,17 @@ async def body(service: Service) -> None:
         task.add_done_callback(solving.discard)
 
     runner = Runner(service, FleetMind(service.fleet, replica=service.replica), READS, perform=perform)
+
+    def take(_subject: str, _reply: str, data: bytes, _status: dict[str, str] | None) -> None:
+        """Plain messages are in no stream; a summary that is missed is followed by another."""
+        if not runner.caught_up.is_set():
+            return
+        try:
+            runner.feed(codec.decode_packed(data))
+        except codec.ContractError as error:
+            service.log.warning("not a summary of KV content", extra={"error": str(error)})
+
+    await service.bus.nc.listen(subject_filter(KvSummarised), take)
     try:
         await runner.run()
     finally:

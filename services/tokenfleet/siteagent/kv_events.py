@@ -248,6 +248,9 @@ class Content:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._held
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._held)
+
     @property
     def changed(self) -> int:
         """How many digests there are to tell; a clearing counts as one."""

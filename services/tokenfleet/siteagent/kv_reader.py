@@ -17,6 +17,7 @@ from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.prefix import DIGEST_BYTES
 from tokenfleet.runtime.bus import Bus, BusDown
 from tokenfleet.runtime.tasks import cancel_and_wait
+from tokenfleet.siteagent import kv_summary
 from tokenfleet.siteagent.kv_events import (
     Blocks,
     Content,
@@ -31,7 +32,7 @@ from tokenfleet.siteagent.kv_events import (
 from tokenfleet.siteagent.settings import Knobs
 from tokenfleet.siteagent.state import Record
 from tokenfleet_schemas import codec
-from tokenfleet_schemas.kv import KvChanged, KvRequested
+from tokenfleet_schemas.kv import KvChanged, KvRequested, KvSummarised
 from tokenfleet_schemas.routes import subject_filter
 
 try:
@@ -125,6 +126,16 @@ class KvReader:
         self._snapshot_due = False
         self._silent = False
         self._quiet = _Quiet(knobs)
+
+    @property
+    def model(self) -> str:
+        """What the instance serves."""
+        return self._declared.model
+
+    @property
+    def known(self) -> bool:
+        """Whether its content is known: it speaks, and nothing of it is in doubt."""
+        return self._heard and not self._silent
 
     def requested(self) -> None:
         """Somebody has lost its place: say everything, soon."""
@@ -401,6 +412,8 @@ class KvReaders:
         self._keys: Keys | None = None
         self._context: Any = zmq.asyncio.Context()
         self._readers: dict[str, KvReader] = {}
+        #: of the clock, so that it rises over restarts of the agent
+        self._summary = 0
         bus.on_reconnected(self._reconnected)
 
     def follow(self, fleet: Fleet) -> None:
@@ -435,6 +448,33 @@ class KvReaders:
         finally:
             if self._readers.get(instance) is reader:
                 del self._readers[instance]
+
+    async def summarise(self, knobs: Knobs) -> None:
+        """Tell the fleet every so often what the site holds, model by model, until cancelled.
+
+        A model of which nothing is known is not told of; who told of it before is forgotten by its age.
+        """
+        while True:
+            await asyncio.sleep(knobs.kv_summary_ms / 1000)
+            readers = {name: (reader.model, reader.content) for name, reader in self._readers.items() if reader.known}
+            for model, contents in kv_summary.by_model(readers).items():
+                digests, bits = kv_summary.sample(contents)
+                now_ms = int(self._bus.clock.now_ms())
+                self._summary = max(self._summary + 1, now_ms)
+                message = KvSummarised(
+                    id=f"kv:{self._site}:{model}:{self._summary}",
+                    time_unix_ms=now_ms,
+                    site=self._site,
+                    model=model,
+                    sequence=self._summary,
+                    digests=digests,
+                    hits=(),
+                    sampled_bits=bits,
+                )
+                try:
+                    self._bus.publish(message)
+                except BusDown:
+                    break  # the next one tells the same
 
     def close(self) -> None:
         """After all readers were cancelled."""

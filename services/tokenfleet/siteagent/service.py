@@ -149,6 +149,8 @@ class Agent:
                 self._start("poll", name, partial(self._poll, name, one))
                 if self._kv is not None:
                     self._start("kv", name, partial(self._listen, self._kv, name, one))
+        if self._kv is not None and declared and ("summary", "kv") not in self._tasks:
+            self._start("summary", "kv", partial(self._kv.summarise, self._knobs))
         others = {name for name, other in fleet.sites.items() if name != self._core.site and other.instances}
         for kind, name in list(self._tasks):
             if kind == "probe" and name not in others:

@@ -40,6 +40,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     kv_silent_tokens: int = 4_096
     #: between two looks at an instance whose content does not change
     kv_look_ms: float = 1_000.0
+    #: between two summaries of the site's KV content for the fleet
+    kv_summary_ms: float = 5_000.0
     #: between two probes of another site
     probe_ms: float = 10_000.0
     probe_timeout_ms: float = 3_000.0
