@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 180.0
 #: gauges of something open: in flight, held, booked, reserved, waiting, not yet written
 OPEN = re.compile(
-    r"^tokenfleet_(?:\w+_)?(?:open_requests|held_requests|waiting_requests|pending_requests|booked_\w+|reserved_tokens"
+    r"^tokenfleet_(?:\w+_)?(?:open_requests|held_requests|running_requests|waiting_requests|pending_requests|booked_\w+|reserved_tokens"
     r"|outbox_pending|clients|ledger_lag)$"
 )
 #: counters that must stay 0: a core failed on a message, an event was skipped, a row was poison

@@ -36,7 +36,7 @@ SETTLE_MS = 2_500.0
 #: how often a run looks whether it is over, and tells its progress
 LOOK_MS = 1_000.0
 #: a gauge with one of these beginnings counts something of which a quiet fleet has none
-COUNTERS = ("held", "booked", "open", "waiting", "in_flight", "reserved", "queued", "pending")
+COUNTERS = ("held", "booked", "open", "running", "waiting", "in_flight", "reserved", "queued", "pending")
 _OUTCOMES: dict[str, Outcome] = {"completed": "completed", "refused": "refused", "cancelled": "cancelled"}
 
 

@@ -226,6 +226,7 @@ class Admission(Desk):
         rid = message.request_id
         held = self._find_held(rid)
         self._debit(message)
+        self.state.leave(rid, now_ms)
         if message.final:
             tokens = 0.0 if message.attempt == 0 else float(message.input_tokens + message.output_tokens)
             self._close(rid, message.gateway, message.tenant, tokens, now_ms)

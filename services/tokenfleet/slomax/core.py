@@ -174,8 +174,13 @@ class SLOMax(Admission, Releases, Shares):
         for (site, model, version), pool in self.state.pools.items():
             for name, share in fairness.shares_of(self.fleet, pool).items():
                 shares[("site", site), ("model", model), ("version", version), ("service_class", name)] = share
+        greedy: dict[tuple[tuple[str, str], ...], float] = {}
+        for (site, model, version), pool in self.state.pools.items():
+            greedy[("site", site), ("model", model), ("version", version)] = float(len(pool.greedy))
         return {
             "open_requests": {(): float(len(self.state.open))},
+            "running_requests": {(): float(len(self.state.inside))},
+            "greedy_tenants": greedy,
             "held_requests": held,
             "reserved_tokens": reserved,
             "share": shares,

@@ -47,6 +47,7 @@ class Desk:
 
     def _close(self, rid: str, gateway: str, tenant: str, tokens: float, now_ms: float) -> None:
         self._unhold(rid)
+        self.state.leave(rid, now_ms)
         one = self.state.open.pop(rid, None)
         self.state.presence.close(rid, gateway)
         self.state.bury(rid, now_ms)

@@ -15,7 +15,7 @@ from tokenfleet.eligibility import (
     zone_bound,
 )
 from tokenfleet.fleet import Fleet, Tenant
-from tokenfleet.slomax import fairness, policy
+from tokenfleet.slomax import reserve
 from tokenfleet.slomax.state import Account, Held, Pool, State
 from tokenfleet_schemas.admission import REASONS
 from tokenfleet_schemas.request import Ask
@@ -90,8 +90,10 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
     busy = _without_room(fleet, state, ask, now_ms)
     if not busy:
         return Verdict()
+    for pool in busy:
+        reserve.look(fleet, pool, now_ms)
     cls = fleet.classes[ask.service_class]
-    wait_ms = min(drain_ms(fleet, pool, cls.tier) for pool in busy)
+    wait_ms = min(drain_ms(fleet, pool, cls.tier, ask.tenant) for pool in busy)
     point_ms = SATURATED_MS * (0.5 + 0.5 * fraction(ask.request_id, "shed"))
     if cls.sheddable and all(saturated(pool, now_ms, point_ms) for pool in busy):
         return refusal(ask.request_id, "saturated", max(wait_ms, min(predicted_wait_ms(pool) for pool in busy)))
@@ -105,9 +107,8 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
     if OPTIMISTIC * wait_ms > ask.patience_ms:
         # It would be refused when its patience ends; said now, its client can go elsewhere.
         return refusal(ask.request_id, reason, wait_ms - ask.patience_ms)
-    mine = fairness.tenant_key(ask.service_class, ask.tenant)
-    if all(fairness.overdrawn(pool, mine, policy.GREEDY_MS) for pool in busy):
-        # Others of its class wait, it has had more than its part, and it cannot be on time: it does not queue as well.
+    if all(ask.tenant in pool.greedy for pool in busy):
+        # It wants more than its part, others are about, and it cannot be on time: it does not queue as well.
         return refusal(ask.request_id, reason, wait_ms - promise_ms)
     return Verdict()
 
@@ -139,14 +140,18 @@ def _above_ceiling(fleet: Fleet, state: State, ask: Ask, site: str, now_ms: floa
     return running >= room - 1.0
 
 
-def drain_ms(fleet: Fleet, pool: Pool, tier: int) -> float:
-    """How long a pool takes, at its pace, for what it holds of this tier and those before it, ms."""
+def drain_ms(fleet: Fleet, pool: Pool, tier: int, tenant: str = "") -> float:
+    """How long a pool takes, at its pace, for what it holds of this tier and those before it, ms.
+
+    For a tenant that wants no more than its part (`reserve`): without what goes after it because its tenant does.
+    """
+    greedy = pool.greedy if tenant and tenant not in pool.greedy else ()
     own_ms = sum(
-        queue.own_ms
+        queue.own_ms - sum(queue.tenant_ms.get(one, 0.0) for one in greedy)
         for name, queue in pool.queues.items()
         if name in fleet.classes and fleet.classes[name].tier <= tier
     )
-    return own_ms * pool.pace.factor(len(pool.rooms))
+    return max(0.0, own_ms) * pool.pace.factor(len(pool.rooms))
 
 
 def saturated(pool: Pool, now_ms: float, point_ms: float = SATURATED_MS) -> bool:

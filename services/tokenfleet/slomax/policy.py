@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax import fairness
+from tokenfleet.slomax import fairness, reserve
 from tokenfleet.slomax.state import INFINITY, Held, Pool, Room, Tried
 
 #: so often may smaller requests pass a head that needs an idle instance; then its home instance is left to drain
@@ -120,7 +120,7 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
     for held, reason in order(fleet, pool, now_ms):
         if full and is_long(fleet, pool, held, now_ms):
             continue
-        if room.sequences <= 1 and is_greedy(pool, held, now_ms):
+        if reason != "floor" and not leaves(held, room, reserve.kept(fleet, pool, held, now_ms)):
             continue
         if fits(held, instance, room, now_ms):
             for one in passed.values():
@@ -145,16 +145,9 @@ def is_long(fleet: Fleet, pool: Pool, held: Held, now_ms: float) -> bool:
     return False
 
 
-def is_greedy(pool: Pool, held: Held, now_ms: float) -> bool:
-    """Whether its tenant has had more than its part of its class, and the class of the pool, while others are about.
-
-    Such a request leaves the last place of an instance to those others: without preemption they would wait for one of
-    its answers to end.
-    """
-    mine = fairness.tenant_key(held.service_class, held.tenant)
-    if pool.credit.get(mine, 0.0) > -GREEDY_MS or pool.credit.get(held.service_class, 0.0) > -GREEDY_MS:
-        return False
-    return any(name != held.service_class and now_ms - at_ms <= ABOUT_MS for name, at_ms in pool.recent_ms.items())
+def leaves(held: Held, room: Level, kept: reserve.Kept) -> bool:
+    """Whether a request leaves of this room what is kept for others. An instance without requests keeps nothing."""
+    return room.sequences > kept.sequences and held.work.kv_tokens <= room.kv_tokens - kept.kv_tokens
 
 
 def long_full(pool: Pool, instance: str, now_ms: float) -> bool:
@@ -174,6 +167,7 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
     of its class is taken off. `spare`: those that cannot, likewise; then what has no deadline; then what is late,
     shortest first.
     """
+    reserve.look(fleet, pool, now_ms)
     timely, late = _queues(pool, now_ms)
     kept = keep(fleet, pool, timely, now_ms)
     rest = [held for held in (*timely, *late) if held.request_id not in kept]
@@ -189,16 +183,18 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
     first = {owed[key].request_id: owed[key] for key in sorted(owed, key=lambda key: (-pool.credit[key], key))}
     yield from ((held, "floor") for held in first.values())
 
-    def urgency(held: Held) -> tuple[float, str]:
+    greedy = pool.greedy
+
+    def urgency(held: Held) -> tuple[bool, float, str]:
         credit_ms = pool.credit.get(fairness.tenant_key(held.service_class, held.tenant), 0.0)
         credit_ms -= min(GREEDY_MS, max(-GREEDY_MS, credit_ms))  # less is the course of things
         left_ms = min(held.deadline_ms - now_ms, SLACK_MAX_MS)
-        return (left_ms + OWN_PRICE * held.own_ms - CREDIT_PRICE * credit_ms, held.request_id)
+        return (held.tenant in greedy, left_ms + OWN_PRICE * held.own_ms - CREDIT_PRICE * credit_ms, held.request_id)
 
     yield from ((held, "deadline") for held in sorted(kept.values(), key=urgency))
 
-    def spare(held: Held) -> tuple[bool, float, str]:
-        return (held.late, *((held.own_ms, held.request_id) if held.late else urgency(held)))
+    def spare(held: Held) -> tuple[bool, bool, float, str]:
+        return (held.late, *((held.tenant in greedy, held.own_ms, held.request_id) if held.late else urgency(held)))
 
     yield from ((held, "spare") for held in sorted(rest, key=spare) if held.request_id not in first)
 
@@ -215,7 +211,8 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
     #: when those kept so far will have started, and the next one can
     at_ms = now_ms
     kept: dict[str, Held] = {}
-    heap: list[tuple[bool, bool, int, float, str]] = []
+    heap: list[tuple[bool, bool, bool, int, float, str]] = []
+    greedy = pool.greedy
     for held in timely:
         if held.deadline_ms == INFINITY:
             break  # sorted by deadline: these and those behind them are nobody's hurry
@@ -225,6 +222,7 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
         heappush(
             heap,
             (
+                held.tenant not in greedy,
                 not fairness.overdrawn(pool, held.service_class, held.cost_ms),
                 not fairness.overdrawn(pool, mine, held.cost_ms),
                 -_tier(fleet, held),

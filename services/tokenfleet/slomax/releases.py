@@ -71,6 +71,7 @@ class Releases(Desk):
         pool = state.pool(key)
         pool.add(held)
         pool.recent_ms[held.service_class] = now_ms
+        pool.count_crowd(fairness.tenant_key(held.service_class, held.tenant), now_ms)
         state.where[rid] = key
         state.presence.open(rid, message.gateway, one.ask.gateway_incarnation if one is not None else "", now_ms)
         self._arm("patience", held.patience_until_ms, rid)
@@ -160,26 +161,33 @@ class Releases(Desk):
         if one is not None:
             one.answered = max(one.answered, (message.attempt, message.revision))
             one.watch_until_ms = INFINITY
-        known = self.state.pools.get((message.site, message.model, message.version))
+        key = (message.site, message.model, message.version)
+        known = self.state.pools.get(key)
         if known is not None:
             known.recent_ms[message.service_class] = now_ms
         held = self._find_held(rid)
-        if held is None or message.attempt < held.attempt:
-            return
-        if known is not None and policy.is_long(self.fleet, known, held, now_ms):
-            known.long_until_ms[message.instance] = now_ms + held.own_ms
-        pool = self.state.pools[self.state.where[rid]]
+        if held is not None and message.attempt >= held.attempt:
+            if known is not None and policy.is_long(self.fleet, known, held, now_ms):
+                known.long_until_ms[message.instance] = now_ms + held.own_ms
+            self._leaves_queue(held, message.instance)
+        if rid not in self.state.closed:
+            account = fairness.tenant_key(message.service_class, message.tenant)
+            self.state.enter(rid, key, account, now_ms, kv_tokens=message.work.kv_tokens)
+
+    def _leaves_queue(self, held: Held, instance: str) -> None:
+        """A hold was assigned: it pays if it has not, and what it costs in the end is compared with that."""
+        key = self.state.where[held.request_id]
+        pool = self.state.pools[key]
         if held.released:
             release = pool.releases.get(held.released)
-            if release is not None and release.instance != message.instance:
+            if release is not None and release.instance != instance:
                 del pool.releases[held.released]  # it went elsewhere: the room it was meant for is still there
         else:
             changes = fairness.charges(self.fleet, pool, held)  # TokenPilot filled the room itself: same price
             fairness.settle(pool, changes)
             pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost_ms
-        key = self.state.where[rid]
-        self.state.bills[rid] = Bill(key, held.service_class, held.tenant, held.cost_ms, held.token_ms)
-        self.state.unhold(rid)
+        self.state.bills[held.request_id] = Bill(key, held.service_class, held.tenant, held.cost_ms, held.token_ms)
+        self.state.unhold(held.request_id)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> None:
         held = self._find_held(message.request_id)

@@ -24,6 +24,8 @@ INFINITY = float("inf")
 TOMBSTONE_MS = 600_000.0
 #: output tokens are dearer than prompt tokens: 1 · in + 2 · out (VTC, arXiv:2401.00588)
 DECODE_WEIGHT = 2.0
+#: what a tenant had at once counts half after this, ms
+PEAK_HALF_MS = 15_000.0
 
 
 class Open(msgspec.Struct):
@@ -121,6 +123,8 @@ class Queue(msgspec.Struct):
     late: list[tuple[float, float, float, str]] = []
     #: tenant → how many of them are its
     tenants: dict[str, int] = {}
+    #: tenant → their prefill, ms
+    tenant_ms: dict[str, float] = {}
     #: their prefill, ms; the queue is dropped when it is empty, so no error stays
     own_ms: float = 0.0
 
@@ -128,13 +132,16 @@ class Queue(msgspec.Struct):
         insort(self.late if held.late else self.timely, held.key())
         self.tenants[held.tenant] = self.tenants.get(held.tenant, 0) + 1
         self.own_ms += held.own_ms
+        self.tenant_ms[held.tenant] = self.tenant_ms.get(held.tenant, 0.0) + held.own_ms
 
     def remove(self, held: Held) -> None:
         self.own_ms -= held.own_ms
         left = self.tenants.get(held.tenant, 0) - 1
         if left > 0:
             self.tenants[held.tenant] = left
+            self.tenant_ms[held.tenant] = self.tenant_ms.get(held.tenant, 0.0) - held.own_ms
         else:
+            self.tenant_ms.pop(held.tenant, None)
             self.tenants.pop(held.tenant, None)
         entries, key = (self.late if held.late else self.timely), held.key()
         at = bisect_left(entries, key)
@@ -208,6 +215,34 @@ class Tempo(msgspec.Struct):
         self.tpot_ms += 0.05 * (tpot_ms - self.tpot_ms)
 
 
+class Crowd(msgspec.Struct):
+    """One tenant's requests of one class in a pool: those that run, and how many there lately were at once."""
+
+    running: set[str] = set()
+    #: most that ran or waited at once, fading
+    peak: float = 0.0
+    #: how many ran or waited on average of late
+    mean: float = 0.0
+    #: how many run or wait
+    count: int = 0
+    #: KV that one of them takes
+    kv_tokens: float = 0.0
+    at_ms: float = 0.0
+
+    def lately(self, now_ms: float) -> float:
+        """The peak as it has faded by now."""
+        return self.peak * 0.5 ** (max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
+
+    def average(self, now_ms: float) -> float:
+        """The mean by now."""
+        return self.count + (self.mean - self.count) * 0.5 ** (max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
+
+    def see(self, count: int, now_ms: float) -> None:
+        """Take into account that so many run or wait from now on."""
+        self.peak, self.mean = max(float(count), self.lately(now_ms)), self.average(now_ms)
+        self.count, self.at_ms = count, now_ms
+
+
 class Bill(msgspec.Struct, frozen=True):
     """What a released request was charged, until its end says what it cost."""
 
@@ -249,6 +284,11 @@ class Pool(msgspec.Struct):
     long_until_ms: dict[str, float] = {}
     #: class → when it last had anything here, held or not
     recent_ms: dict[str, float] = {}
+    #: account of a tenant in a class (`fairness`) → what it has here
+    crowds: dict[str, Crowd] = {}
+    #: tenants that want more than their part (`reserve`), as of `looked_ms`
+    greedy: tuple[str, ...] = ()
+    looked_ms: float = 0.0
     shared_ms: float = 0.0
     shared_revision: int = 0
     changed: bool = False
@@ -276,6 +316,14 @@ class Pool(msgspec.Struct):
             self.pace.last_ms = 0.0
         self.changed = True
         return held
+
+    def count_crowd(self, account: str, now_ms: float) -> None:
+        """Something of an account came, began or ended here."""
+        crowd = self.crowds.setdefault(account, Crowd())
+        name, _, tenant = account.partition(" ")
+        queue = self.queues.get(name)
+        waiting = queue.tenants.get(tenant, 0) if queue is not None else 0
+        crowd.see(len(crowd.running) + waiting, now_ms)
 
     def backlogged(self, key: str) -> bool:
         """Whether an account's class, or tenant of a class, has anything here."""
@@ -328,6 +376,8 @@ class State(msgspec.Struct):
     #: held request → its pool
     where: dict[str, PoolKey] = {}
     accounts: dict[str, Account] = {}
+    #: running request → its pool and account
+    inside: dict[str, tuple[PoolKey, str]] = {}
     #: request → what it was charged when it left its pool
     bills: dict[str, Bill] = {}
     #: model → how fast its answers come
@@ -341,6 +391,23 @@ class State(msgspec.Struct):
         if found is None:
             found = self.pools[key] = Pool()
         return found
+
+    def enter(self, request_id: str, key: PoolKey, account: str, now_ms: float, *, kv_tokens: int) -> None:
+        """A request runs in a pool, on account of its tenant in its class."""
+        self.leave(request_id, now_ms)
+        self.inside[request_id] = (key, account)
+        crowd = self.pool(key).crowds.setdefault(account, Crowd())
+        crowd.running.add(request_id)
+        crowd.kv_tokens += (kv_tokens - crowd.kv_tokens) * (0.1 if crowd.kv_tokens else 1.0)
+        self.pool(key).count_crowd(account, now_ms)
+
+    def leave(self, request_id: str, now_ms: float) -> None:
+        """It runs no more."""
+        inside = self.inside.pop(request_id, None)
+        if inside is not None:
+            pool = self.pools[inside[0]]
+            pool.crowds[inside[1]].running.discard(request_id)
+            pool.count_crowd(inside[1], now_ms)
 
     def unhold(self, request_id: str) -> Held | None:
         key = self.where.pop(request_id, None)

@@ -64,7 +64,8 @@ class TestEarly:
         bench = bench_of()
         backlog(bench, 8)
         for site in "bc":
-            bench.core.state.pools[(site, "m", "1")].credit["chat acme"] = -5_000.0
+            pool = bench.core.state.pools[(site, "m", "1")]
+            pool.greedy, pool.looked_ms = ("acme",), bench.now_ms
         bench.feed(received(make_ask("greedy")))
         assert (decided(bench).reason, decided(bench).status) == ("saturated", 429)
         assert decided(bench).retry_after_s == pytest.approx(7, abs=1)

@@ -238,22 +238,6 @@ class TestTenants:
         assert pool.credit["chat ant"] == before - 100.0
         assert bench.core.state.bills == {}
 
-    def test_a_flood_leaves_the_last_place_to_the_others(self) -> None:
-        """One tenant's flood took every sequence: whoever came next waited for one of its answers to end."""
-        bench = bench_of(fleet_with(TENANTS))
-        bench.feed(held(make_ask("other", service_class="document"), slack_ms=90_000.0))
-        bench.feed(held(make_ask("bee", tenant="bee"), slack_ms=90_000.0))
-        for n in range(3):
-            bench.feed(held(make_ask(f"flood-{n}", tenant="ant"), slack_ms=800.0 + n))
-        pool = bench.core.state.pools[("b", "m", "1")]
-        pool.credit["chat ant"] = pool.credit["chat"] = -3_000.0
-        flood = [f"flood-{n}" for n in range(3)]
-        said = bench.feed(offered(prefill_tokens=1000, idle=False, sequences=2, held=5))
-        assert [r.request_id for r in bench.of(PlacementReleased, said)] == flood[:1]
-        bench.feed(assigned(make_ask("flood-0", tenant="ant"), release_number=1))
-        said = bench.feed(offered(revision=2, prefill_tokens=1000, idle=False, sequences=1, held=4, last_released=1))
-        assert [r.request_id for r in bench.of(PlacementReleased, said)] not in ([flood[1]], [])
-
     def test_who_has_nothing_waiting_saves_nothing(self) -> None:
         """A tenant idle for an hour came back and pushed everybody aside with what it had saved."""
         bench = bench_of(fleet_with(TENANTS))
