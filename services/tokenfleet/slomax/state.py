@@ -7,6 +7,7 @@ tombstone.
 
 from bisect import bisect_left, insort
 from itertools import takewhile
+from math import exp2
 
 import msgspec
 
@@ -231,11 +232,11 @@ class Crowd(msgspec.Struct):
 
     def lately(self, now_ms: float) -> float:
         """The peak as it has faded by now."""
-        return self.peak * 0.5 ** (max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
+        return self.peak * exp2(-max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
 
     def average(self, now_ms: float) -> float:
         """The mean by now."""
-        return self.count + (self.mean - self.count) * 0.5 ** (max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
+        return self.count + (self.mean - self.count) * exp2(-max(0.0, now_ms - self.at_ms) / PEAK_HALF_MS)
 
     def see(self, count: int, now_ms: float) -> None:
         """Take into account that so many run or wait from now on."""
