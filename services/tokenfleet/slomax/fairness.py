@@ -12,6 +12,8 @@ from tokenfleet.slomax.state import Held, Pool, Release
 
 #: bound of what anybody may be owed or owe, ms of GPU-time; dearer requests are earned at this price
 CREDIT_MAX_MS = 10_000.0
+#: GPU-time that may always be lent, ms: a share is kept over some requests, not by every single one
+QUANTUM_MS = 3_000.0
 #: no class's floor is above this part of a pool's work, nor above its share
 FLOOR = 0.05
 #: share of a class that a reload removed: it still drains
@@ -51,8 +53,8 @@ def owed(pool: Pool, key: str, cost_ms: float) -> bool:
 
 
 def overdrawn(pool: Pool, key: str, cost_ms: float) -> bool:
-    """Whether an account would owe more than one such request after it: one quantum may always be lent."""
-    return pool.credit.get(key, 0.0) <= -cost_ms
+    """Whether an account would owe more than one such request, or a quantum, after it: so much may always be lent."""
+    return pool.credit.get(key, 0.0) <= -max(QUANTUM_MS, cost_ms)
 
 
 def charges(fleet: Fleet, pool: Pool, held: Held) -> dict[str, float]:

@@ -62,13 +62,13 @@ class TestEarly:
     def test_who_had_more_than_its_part_does_not_lengthen_a_hopeless_queue(self) -> None:
         """Ten times its share queued up until its patience ended, and its late ones stood in everybody's way."""
         bench = bench_of()
-        backlog(bench, 8)
+        backlog(bench, 12)
         for site in "bc":
             pool = bench.core.state.pools[(site, "m", "1")]
             pool.greedy, pool.looked_ms = ("acme",), bench.now_ms
         bench.feed(received(make_ask("greedy")))
         assert (decided(bench).reason, decided(bench).status) == ("saturated", 429)
-        assert decided(bench).retry_after_s == pytest.approx(7, abs=1)
+        assert decided(bench).retry_after_s == pytest.approx(11, abs=1)
         bench.feed(received(make_ask("modest", tenant="local")))
         assert decided(bench).admitted
 
