@@ -1,0 +1,167 @@
+"""How long simulating takes: goals on two fleets, and how it grows with requests and with instances."""
+
+import gc
+import math
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.evidence import Cell, Curves, Figures, Goal, Part, Quick, simulate
+from tokenfleet.simulator.experiment import Done
+
+#: pools of the scenario `ten-sites`
+_POOLS = 30
+
+
+def _timed(seed: int, args: Mapping[str, Any]) -> tuple[Done, float, float]:
+    """A run, with the CPU time and the time on the wall that it took."""
+    gc.collect()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    done = simulate(seed, **args)
+    return done, time.process_time() - began_cpu_s, time.perf_counter() - began_s
+
+
+def measured(seed: int, **args: Any) -> Figures:
+    """One run: what it took, in a process of its own."""
+    done, cpu_s, wall_s = _timed(seed, args)
+    requests = done.messages["RequestReceived"]
+    return Figures(
+        metrics={
+            "requests": float(requests),
+            "reports": float(done.messages["CapacityReported"]),
+            "messages": float(sum(done.messages.values())),
+            "cpu_s": cpu_s,
+            "wall_s": wall_s,
+            "ms_per_request": 1000.0 * cpu_s / requests,
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0,
+            "compliance_requests": done.report.overall.compliance_requests,
+        }
+    )
+
+
+def over_requests(seed: int, *, policy: str, durations_s: Sequence[float], count: int, rate_per_s: float) -> Figures:
+    """The same fleet and rate for longer and longer: CPU time over requests, and its power of them."""
+    points = []
+    for duration_s in durations_s:
+        done, cpu_s, _ = _timed(seed, _ten_sites(policy, duration_s, count, rate_per_s))
+        points.append((float(done.messages["RequestReceived"]), cpu_s))
+    return Figures(
+        metrics={"exponent": _power(points), "cpu_s": sum(cpu for _, cpu in points)}, series={"requests": points}
+    )
+
+
+def over_instances(seed: int, *, policy: str, duration_s: float, counts: Sequence[int], rate_per_s: float) -> Figures:
+    """The same requests on larger and larger fleets: CPU time over instances, and its power of them."""
+    points = []
+    for count in counts:
+        _, cpu_s, _ = _timed(seed, _ten_sites(policy, duration_s, count, rate_per_s))
+        points.append((float(_POOLS * count), cpu_s))
+    return Figures(
+        metrics={"exponent": _power(points), "cpu_s": sum(cpu for _, cpu in points)}, series={"instances": points}
+    )
+
+
+def _ten_sites(policy: str, duration_s: float, count: int, rate_per_s: float) -> dict[str, Any]:
+    overrides = {
+        "scenario": {"duration_s": duration_s, "warmup_s": duration_s / 10},
+        "workload": {"rate_per_s": rate_per_s},
+        "pools": {"count": count},
+    }
+    return {"scenario": "ten-sites", "policy": policy, "overrides": overrides}
+
+
+def _power(points: Sequence[tuple[float, float]]) -> float:
+    """The exponent of y ~ x^e that fits best: the slope of the logarithms."""
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+
+
+QUESTION = """
+Is the simulator fast enough to plan with? Two runs with `tokenfleet`, each in a process of its own on one core:
+sixteen 8B instances under the 30-minute slice of Mooncake's conversation trace (goal: 30 s), and the packaged
+scenario `ten-sites`, 2,000 instances of ten sites under 2,000 requests/s for five minutes (goal: 15 minutes, 8 GiB).
+Both goals are on CPU time, so that what else runs on the machine counts little; `wall_s` is what the clock said.
+Sites are never simulated apart: one world, one clock, one process.
+
+Growth: the ten sites with 180 instances under 180 requests/s for longer and longer, and 4,000 requests on larger and
+larger fleets. The exponent is the slope of the logarithms: 1 is linear.
+"""
+
+FINDINGS = """
+"""
+
+PART = Part(
+    title="What simulating costs",
+    question=QUESTION,
+    cells=(
+        Cell(
+            name="16 instances, conversation",
+            run=measured,
+            args={"scenario": "conversation-8b", "policy": "tokenfleet"},
+            alone=True,
+        ),
+        Cell(
+            name="over requests",
+            run=over_requests,
+            args={"policy": "tokenfleet", "durations_s": [10.0, 20.0, 40.0, 80.0], "count": 6, "rate_per_s": 180.0},
+            alone=True,
+        ),
+        Cell(
+            name="over instances",
+            run=over_instances,
+            args={"policy": "tokenfleet", "duration_s": 20.0, "counts": [6, 12, 25, 67], "rate_per_s": 200.0},
+            alone=True,
+        ),
+        Cell(
+            name="2,000 instances, 300 s",
+            run=measured,
+            args={"scenario": "ten-sites", "policy": "tokenfleet"},
+            alone=True,
+        ),
+    ),
+    goals=(
+        Goal(
+            name="conversation on one core, s",
+            cell="16 instances, conversation",
+            metric="cpu_s",
+            at_most=30.0,
+            checked=False,
+        ),
+        Goal(
+            name="ten sites on one core, s", cell="2,000 instances, 300 s", metric="cpu_s", at_most=900.0, checked=False
+        ),
+        Goal(name="ten sites' memory, MiB", cell="2,000 instances, 300 s", metric="peak_mib", at_most=8192.0),
+        Goal(name="near-linear in requests", cell="over requests", metric="exponent", at_most=1.2),
+        Goal(name="sub-linear in instances", cell="over instances", metric="exponent", at_most=0.8),
+    ),
+    columns=(
+        ("requests", "requests", 1.0, 0),
+        ("reports", "capacity reports", 1.0, 0),
+        ("messages", "messages", 1.0, 0),
+        ("cpu_s", "CPU s", 1.0, 1),
+        ("wall_s", "clock s", 1.0, 1),
+        ("ms_per_request", "CPU ms per request", 1.0, 2),
+        ("peak_mib", "peak MiB", 1.0, 0),
+        ("exponent", "exponent", 1.0, 2),
+        "compliance_requests",
+    ),
+    plots=(
+        Curves(
+            title="CPU time over requests, 180 instances",
+            curves=(("over requests", "requests"),),
+            x="requests",
+            y="CPU s",
+        ),
+        Curves(
+            title="CPU time over instances, 4,000 requests",
+            curves=(("over instances", "instances"),),
+            x="instances",
+            y="CPU s",
+        ),
+    ),
+    seeds=(1,),
+    quick=Quick(cells=("over requests", "over instances"), seeds=1),
+    findings=FINDINGS,
+)
