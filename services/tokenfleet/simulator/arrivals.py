@@ -24,7 +24,7 @@ from tokenfleet.simulator.errors import ScenarioError
 from tokenfleet.simulator.scenario import Scenario, Source
 
 #: bits of a digest that number a block; those above are the tenant's salt
-_BLOCK_BITS = 44
+BLOCK_BITS = 44
 
 
 class Arrival(msgspec.Struct, kw_only=True):
@@ -61,7 +61,7 @@ class Arrival(msgspec.Struct, kw_only=True):
         """The prompt's prefix as a gateway sends it: packed chain and stride."""
         per = self.block_tokens // prefix.CHUNK_TOKENS
         count = min(self.input_tokens // prefix.CHUNK_TOKENS, len(self.blocks) * per)
-        top = self.salt << _BLOCK_BITS
+        top = self.salt << BLOCK_BITS
         firsts = np.array(self.blocks, np.uint64) * np.uint64(per) + np.uint64(top)
         digests = (firsts[:, None] + np.arange(per, dtype=np.uint64)).ravel()[:count]
         if count <= prefix.MAX_DIGESTS:
@@ -71,7 +71,7 @@ class Arrival(msgspec.Struct, kw_only=True):
     def block_names(self, engine_block_tokens: int) -> list[int]:
         """The names of the prompt's full KV blocks, as an engine would hash them."""
         per = self.block_tokens // engine_block_tokens
-        top = self.salt << _BLOCK_BITS
+        top = self.salt << BLOCK_BITS
         count = self.input_tokens // engine_block_tokens
         runs = (range(top + block * per, top + (block + 1) * per) for block in self.blocks)
         return list(chain.from_iterable(runs))[:count]

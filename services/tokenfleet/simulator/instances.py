@@ -12,6 +12,7 @@ import msgspec
 from tokenfleet.engine_model import Engine, Phase, Profile, Sequence, SequenceTooLongError, StepPlan
 from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.simulator.errors import InvariantError
+from tokenfleet.simulator.kv import Teller
 from tokenfleet.simulator.loop import Loop
 from tokenfleet.simulator.scenario import EngineSpec
 from tokenfleet_schemas.capacity import CapacityReported
@@ -104,9 +105,16 @@ class SimulatedInstance:
         #: tokens that left the engine, over all incarnations
         self.tokens_total = 0
         self.engine = Engine(self.profile, scheduling=spec.scheduling)
+        #: says what the cache holds; None: nobody does
+        self.teller: Teller | None = None
         #: since when it occupies its accelerators; None: it does not
         self._occupied_ms: float | None = loop.now_ms
         self._gpu_ms = 0.0
+
+    def tell(self, teller: Teller) -> None:
+        """From now on this one says what the cache holds."""
+        self.teller, self.engine.journal = teller, []
+        teller.begin(str(self.incarnation), self._loop.now_ms)
 
     # ------------------------------------------------------------------------------------------ replicas
 
@@ -207,6 +215,9 @@ class SimulatedInstance:
             self._complete(step, now_ms)
         if engine.next_run(now_ms) is None and engine.waiting:
             raise InvariantError([f"{self.name}: {engine.waiting} sequences wait and nothing runs"])
+        if engine.journal and self.teller is not None:
+            journal, engine.journal = engine.journal, []
+            self.teller.follow(journal, now_ms)
         self._arm()
 
     def _complete(self, step: StepPlan, now_ms: float) -> None:
@@ -248,6 +259,8 @@ class SimulatedInstance:
         self.incarnation += 1
         self.engine = Engine(self.profile, scheduling=self._spec.scheduling)
         self.engine.slowdown = self.slowdown
+        if self.teller is not None:
+            self.tell(self.teller)
 
     def slow_down(self, factor: float) -> None:
         """Every step from the next one on takes so many times as long."""

@@ -135,6 +135,9 @@ class AgentSpec(Table, frozen=True, kw_only=True):
     #: of instances for which the fleet file declares no prefill rate agents say the profile's; false: they say that it
     #: is unknown, as live agents do
     declare_rates: bool = True
+    #: engines say what their caches hold, so late, ms; else placement knows only what was sent where
+    kv_events: bool = False
+    kv_late_ms: float = 50.0
 
 
 class EngineSpec(Table, frozen=True, kw_only=True):
@@ -423,6 +426,7 @@ def _findings(raw: _File, fleet: Fleet) -> list[str]:
     expect(0 <= raw.bus.loss < 1 and 0 <= raw.bus.duplicates <= 1, "bus: shares are from 0 to 1")
     expect(not raw.bus.hub or raw.bus.hub in fleet.sites, f"bus.hub: no site {raw.bus.hub!r}")
     expect(raw.agents.every_s > 0 and raw.agents.late_ms >= 0, "agents: every_s > 0 and late_ms >= 0")
+    expect(raw.agents.kv_late_ms >= 0, "agents.kv_late_ms must not be negative")
     expect(raw.agents.rate_error > 0, "agents.rate_error must be positive")
     expect(raw.gateways.lease_s > 0, "gateways.lease_s must be positive")
     scaling = raw.scaling

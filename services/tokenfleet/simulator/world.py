@@ -22,12 +22,14 @@ from tokenfleet.simulator.bus import Bus, Node
 from tokenfleet.simulator.errors import InvariantError, SimulationError
 from tokenfleet.simulator.faults import plan_faults
 from tokenfleet.simulator.instances import SimulatedInstance, Work
+from tokenfleet.simulator.kv import Answering, Teller
 from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
 from tokenfleet.simulator.policies import Choice
 from tokenfleet.simulator.scaling import Scaling, scaled, solver
 from tokenfleet.simulator.scenario import Scenario
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.kv import KvChanged
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.request import Ask
 
@@ -334,6 +336,8 @@ class World:
         }
         #: what each site's agent looks after
         self._agents: dict[str, list[SimulatedInstance]] = {}
+        #: what says which prefixes their instances hold, by site
+        self._tellers: dict[str, dict[str, Teller]] = {site: {} for site in self.fleet.sites}
         self._finals: dict[str, int] = {}
         self._join_services()
         self.entries = {name: Entry(self, name, 1) for name, site in self.fleet.sites.items() if site.entry}
@@ -356,7 +360,9 @@ class World:
         for site, one in fleet.sites.items():
             if one.instances:
                 name = f"tokenpilot@{site}"
-                cores.append((name, "tokenpilot", site, self.choice.tokenpilot(fleet, site, name)))
+                pilot = self.choice.tokenpilot(fleet, site, name)
+                pilot.exact.asks = self.scenario.agents.kv_events
+                cores.append((name, "tokenpilot", site, pilot))
         accountant = Accountant(fleet)
         accountant.take_office(1)
         nodes = [
@@ -388,6 +394,21 @@ class World:
         for number, site in enumerate(sorted(self._agents)):
             # Agents of different sites are not in step with each other.
             self.loop.at(START_MS + 100.0 + 37.0 * number, self._sample, site)
+        if self.scenario.agents.kv_events:
+            for site, tellers in self._tellers.items():
+                self.bus.join(Node(f"siteagent@{site}", "siteagent", site, Answering(site, tellers), self.bus))
+            for instance in self.instances.values():
+                self._tell_kv(instance)
+
+    def _tell_kv(self, instance: SimulatedInstance) -> None:
+        def say(event: KvChanged) -> None:
+            if instance.silent_until_ms <= self.loop.now_ms:  # else the reader finds a gap, and asks
+                self.loop.at(self.loop.now_ms + self.scenario.agents.kv_late_ms, self.bus.publish, event, instance.site)
+
+        model, block_tokens = instance.declared.model, instance.profile.block_tokens
+        teller = Teller(instance.site, instance.name, model, block_tokens, say)
+        self._tellers[instance.site][instance.name] = teller
+        instance.tell(teller)
 
     def _sample(self, site: str) -> None:
         now_ms, late_ms, instances = self.loop.now_ms, self.scenario.agents.late_ms, self._agents[site]
@@ -418,6 +439,8 @@ class World:
             raise SimulationError(f"site {site!r} has no pool of {declared.model}@{declared.version}")
         self.instances[name] = self._instance(site, name, declared)
         self.bus.place_instance(name, site)
+        if self.scenario.agents.kv_events:
+            self._tell_kv(self.instances[name])
         self._start(self.instances[name], cold_start_ms)
 
     def drain_instance(self, name: str) -> None:

@@ -146,7 +146,7 @@ class _Trust:
 
 
 class ExactIndex:
-    """See the module. `asks`: whether anybody hears requests for snapshots (there is no bus in a simulation)."""
+    """See the module. `asks`: whether anybody hears requests for snapshots (a simulation may be without KV events)."""
 
     def __init__(self, site: str, *, replica: str, content: Content | None = None, asks: bool = False) -> None:
         self.site = site
