@@ -48,6 +48,7 @@ class Watch:
             usable = (
                 node.missed is None
                 and instance.up
+                and not instance.draining
                 and not instance.stalled
                 and heard is not None
                 and heard.report.ready
@@ -111,9 +112,37 @@ def drawn_scenario(seed: int, *, duration_s: float = 20.0, rate: float | None = 
     return made, dice.choice(policies)
 
 
+def churn(world: World, dice: random.Random, world_s: float) -> None:
+    """Replicas of pools with several instances that drain and come back, and new ones."""
+    for site, declared in world.fleet.sites.items():
+        for names in world.fleet.pools(site).values() if declared.instances else ():
+            if len(names) > 1 and dice.random() < 0.5:
+                name, at_ms = dice.choice(names), world.zero_ms + dice.uniform(0, world_s) * 1000.0
+                world.loop.at(at_ms, world.drain_instance, name)
+                back_ms = at_ms + dice.choice([50.0, 3_000.0, 12_000.0])
+                cold_ms = dice.choice([200.0, 4_000.0])
+                world.loop.at(
+                    back_ms, lambda name=name, cold_ms=cold_ms: world.start_instance(name, cold_start_ms=cold_ms)
+                )
+            if dice.random() < 0.3:
+                new, at_ms = f"{names[0]}-new", world.zero_ms + dice.uniform(0, world_s) * 1000.0
+                replica = declared.instances[names[0]]
+                world.loop.at(
+                    at_ms,
+                    lambda site=site, new=new, replica=replica: world.add_instance(
+                        site, new, replica, cold_start_ms=2_000.0
+                    ),
+                )
+
+
 def play(made: Scenario, policy: str, seed: int) -> Counter[str]:
     watch = Watch()
+    dice = random.Random(f"replicas {seed}")
+    kv_events = dice.random() < 0.5
+    made = msgspec.structs.replace(made, agents=msgspec.structs.replace(made.agents, kv_events=kv_events))
     world = World(made, choose(policy), seed, probe=watch)
+    if dice.random() < 0.5:
+        churn(world, dice, made.info.duration_s)
     run = world.run()
     world.loop.run_until(world.loop.now_ms + 15_000)  # what a dead gateway left expires
     told = (seed, policy, made.bus, [(f.kind, f.target, round(f.at_s, 1), f.for_s) for f in made.faults])
