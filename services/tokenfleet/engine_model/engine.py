@@ -17,7 +17,7 @@ private ones. That keeps a decode step at a few operations a sequence and a pref
 """
 
 import heapq
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
@@ -27,6 +27,9 @@ from typing import Any, Literal
 import msgspec
 
 from tokenfleet.engine_model.profiles import Profile
+
+#: a walk over so many empty places of a dict costs some microseconds, a copy a millisecond
+_GONE_MAX = 4096
 
 
 class EngineError(RuntimeError):
@@ -219,7 +222,9 @@ class Engine:
         self._open: dict[str, Sequence] = {}
         # Block pool: every block is free, idle (cached, unreferenced), shared (cached, referenced) or private.
         self._free = self.blocks_total
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()
+        self._idle: dict[Hashable, None] = {}
+        #: places at the front of `_idle` that are empty, at most
+        self._gone = 0
         self._shared: dict[Hashable, int] = {}
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
@@ -660,6 +665,10 @@ class Engine:
             victims = list(islice(idle, need - free))
             for name in victims:
                 del idle[name]
+            # The way to a dict's front leads over all that was taken from there: a fresh one has none.
+            self._gone += len(victims)
+            if self._gone > _GONE_MAX:
+                self._idle, self._gone = dict(idle), 0
             if self.journal is not None:
                 self.journal += [(None, name) for name in victims]
             self._free = 0

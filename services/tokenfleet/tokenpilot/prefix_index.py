@@ -75,10 +75,12 @@ class PrefixIndex:
         chunks = self._chunks.get(instance, 0)
         bit = 1 << self.number(instance)
         # The end first: the beginning of a prompt is forgotten last, so a known digest implies its known parents.
+        postings, sets = self._postings, self._shared_sets()
         for digest in chain[: max(1, limit // stride)][::-1].tolist():
             before = known.pop(digest, 0)
-            if not before:
-                self._put(digest, bit)
+            if not before:  # as `_put`
+                bits = postings.get(digest, 0) | bit
+                postings[digest] = sets.setdefault(bits, bits)
             known[digest] = stride
             chunks += stride - before
         if chunks > limit:
@@ -178,11 +180,14 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(len(known) for known in self._known.values())
 
-    def _put(self, digest: int, bit: int) -> None:
-        bits = self._postings.get(digest, 0) | bit
+    def _shared_sets(self) -> dict[int, int]:
         if len(self._sets) > _SETS_MAX:
             self._sets = {}  # those in use stay alive in their postings
-        self._postings[digest] = self._sets.setdefault(bits, bits)
+        return self._sets
+
+    def _put(self, digest: int, bit: int) -> None:
+        bits = self._postings.get(digest, 0) | bit
+        self._postings[digest] = self._shared_sets().setdefault(bits, bits)
 
     def _take(self, digest: int, bit: int) -> None:
         bits = self._postings.get(digest, 0) & ~bit

@@ -154,6 +154,18 @@ def test_the_least_recently_used_prefix_is_thrown_out_and_its_tail_first() -> No
     assert {n: engine.cached_blocks(c) for n, c in chains.items()} == {"a": 3, "b": 1, "c": 3}
 
 
+def test_the_order_of_throwing_out_survives_thousands_of_victims() -> None:
+    """The pool of idle blocks is copied now and then: a copy in another order would throw out what was used last."""
+    engine = Engine(small(kv_tokens=800, token_budget=400))
+    names = [[(n, block) for block in range(50)] for n in range(400)]
+    now_ms = 0.0
+    for n, mine in enumerate(names):
+        engine.submit(str(n), prompt_tokens=201, output_tokens=1, now_ms=now_ms, block_hashes=mine)
+        now_ms = drain(engine, now_ms)[-1][0]
+        assert [engine.cached_blocks(names[k]) for k in range(max(0, n - 2), n + 1)] == [50] * min(3, n + 1)
+    assert engine.cached_blocks(names[390]) == 0
+
+
 def test_the_newest_is_preempted_and_recomputed_without_losing_a_token() -> None:
     """Two answers that outgrow the memory: the newer one waits, is recomputed, and still ends with all its tokens."""
     engine = Engine(small(kv_tokens=32))
