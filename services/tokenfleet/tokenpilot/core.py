@@ -157,6 +157,7 @@ class TokenPilot(Folding):
         self.state = found.state
         self._boards.clear()
         self._few = None
+        self._unconfirmed = {one.id: one for one in self.state.bookings.values() if not one.confirmed}
         self.offices.marks = found.marks
         self._ensure_pools()
 

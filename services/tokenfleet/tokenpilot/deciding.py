@@ -164,6 +164,9 @@ class Deciding(Choosing):
         )
         self.state.book(booking)
         pool.sizes.learn(assigned.work.prefill_tokens, now_ms)
+        if not booking.confirmed:
+            self._unconfirmed.pop(booking.id, None)
+            self._unconfirmed[booking.id] = booking
         load = self.state.load(assigned.instance)
         if load.anchor_ms == now_ms and booking.forecast is not None:
             load.anchor_ms += booking.forecast.delay_ms
@@ -313,8 +316,11 @@ class Deciding(Choosing):
 
     def _repeat_unconfirmed(self, now_ms: float) -> Iterator[Effect]:
         """Plain messages can be lost before a stream has them: what did not come back is said again."""
-        for booking in self.state.bookings.values():
-            if booking.confirmed or booking.assigned is None or now_ms - booking.said_ms < self.knobs.unconfirmed_ms:
+        for key, booking in list(self._unconfirmed.items()):
+            if booking.confirmed or self.state.bookings.get(key) is not booking:
+                del self._unconfirmed[key]
+                continue
+            if booking.assigned is None or now_ms - booking.said_ms < self.knobs.unconfirmed_ms:
                 continue
             scope = self._scope(booking.assigned.model, booking.assigned.version)
             yield from self._say_again(scope, booking, now_ms)

@@ -18,7 +18,7 @@ from tokenfleet.tokenpilot.policy import NO_ROOM, Room
 from tokenfleet.tokenpilot.predictor import Model
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, PrefixIndex
 from tokenfleet.tokenpilot.settings import Knobs
-from tokenfleet.tokenpilot.state import NO_INSTANCE, Pool, State, Waiting
+from tokenfleet.tokenpilot.state import NO_INSTANCE, Booking, Pool, State, Waiting
 from tokenfleet_schemas.placement import (
     PlacementAssigned,
     PlacementHeld,
@@ -45,6 +45,10 @@ class Offer(msgspec.Struct):
     declined_until_ms: float = -INFINITY
     #: when a postponed offer is due
     due_ms: float = INFINITY
+
+    def overdue(self, answer_ms: float, now_ms: float) -> bool:
+        """Whether nobody answered it in time."""
+        return self.unanswered_since_ms is not None and now_ms >= self.unanswered_since_ms + answer_ms
 
 
 class Desk:
@@ -84,6 +88,8 @@ class Desk:
         self._stirred: set[str] = set()
         #: models that have learned from few requests; None: to be looked for anew
         self._few: list[Model] | None = None
+        #: bookings of ours that have not been seen in the stream yet, and some that have
+        self._unconfirmed: dict[str, Booking] = {}
         #: instances whose room changed while this message was handled
         self._touched: set[str] = set()
         #: by (model, version): what `lanes` needs (its key, smallest size that may be limited, instances per border),

@@ -135,9 +135,10 @@ class Rooms(Deciding):
     def _fill_unanswered(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
         """SLOMax is silent: fill the instances that it was offered, earliest deadline first, and say so."""
         answer_ms = self._answer_ms()
-        for name in self._instances_of(pool):
+        overdue = any(offer.overdue(answer_ms, now_ms) for offer in self._offers.values())
+        for name in self._instances_of(pool) if overdue else ():
             offer = self._offers.get(name)
-            if offer is None or offer.unanswered_since_ms is None or now_ms < offer.unanswered_since_ms + answer_ms:
+            if offer is None or not offer.overdue(answer_ms, now_ms):
                 continue
             offer.unanswered_since_ms = None
             filled = 0
@@ -169,9 +170,9 @@ class Rooms(Deciding):
         return max(self.knobs.offer_answer_ms, 3 * slowest)
 
     def _touch_due(self, pool: Pool, now_ms: float) -> None:
-        for name in self._instances_of(pool):
+        for name in self._instances_of(pool) if pool.held else ():
             offer = self._offers.get(name)
-            if pool.held and (offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms):
+            if offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms:
                 self._touch(name)
 
     def _next_due_ms(self, names: Iterable[str], now_ms: float) -> float:
