@@ -54,8 +54,9 @@ class Policy(Table, frozen=True, kw_only=True):
     sites: Literal["home-first", "round-robin"] = "home-first"
     #: SLOMax. `pools` admits and orders by class; `none` admits whatever a quota does not forbid
     admission: Literal["pools", "none"] = "pools"
-    #: SLOMax. `on` moves the classes' shares by what the accountant measures; `off` keeps them as configured
-    feedback: Literal["on", "off"] = "on"
+    #: `on`: SLOMax moves the classes' shares by what the accountant measures. `off`: they stay as they are. `frozen`:
+    #: so they do, and nothing else is learned from outcomes either: TokenPilot's predictions and lengths, SLOMax's pace
+    feedback: Literal["on", "off", "frozen"] = "on"
 
 
 class Classification(Table, frozen=True, kw_only=True):

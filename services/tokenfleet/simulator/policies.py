@@ -7,8 +7,8 @@ with `+queue` the rule inside our holds and releases, with `+hold` one that wait
 is ours with the classes' shares as configured. `concurrency` (or `concurrency-N`) and `gate` hold at the router what an
 instance, or a saturated pool, may not have; `split` gives each class its own instances.
 
-After a name, `@frozen=SECONDS` stops all feedback at that time of the run (`frozen`), and `@shares=CLASS:SHARE,…` are
-classes' shares of every pool in place of the configured ones, fixed for the whole run.
+After a name, `@frozen=SECONDS` stops all feedback at that time of the run (the fleet file's `feedback = "frozen"`), and
+`@shares=CLASS:SHARE,…` are classes' shares of every pool in place of the configured ones, fixed for the whole run.
 """
 
 from typing import Any
@@ -19,9 +19,7 @@ from tokenfleet.fleet import Fleet, Policy
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.simulator.baselines import ORDERS, RULES, SITE_RULES, pilot, stay
 from tokenfleet.simulator.errors import UnknownPolicyError
-from tokenfleet.simulator.frozen import FrozenPilot, FrozenSLOMax
 from tokenfleet.simulator.gates import Bands, Gate, Split, gate_named
-from tokenfleet.simulator.loop import ZERO_MS
 from tokenfleet.slomax.core import SLOMax
 from tokenfleet.slomax.policy import Chooser
 from tokenfleet.tokenpilot.core import TokenPilot
@@ -81,11 +79,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def tokenpilot(self, fleet: Fleet, site: str, replica: str) -> TokenPilot:
         """The TokenPilot of a site under this policy."""
-        if self.frozen_s is None:
-            return pilot(self.placement, self.admission, fleet, site, replica)
-        frozen = FrozenPilot(fleet, site, replica=replica)
-        frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
-        return frozen
+        return pilot(self.placement, self.admission, fleet, site, replica)
 
     def fleetmind(self, fleet: Fleet, replica: str) -> FleetMind:
         """FleetMind under this policy; other systems' rules do not move what is held."""
@@ -96,10 +90,6 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     def slomax(self, fleet: Fleet, replica: str) -> SLOMax:
         """SLOMax under this policy."""
-        if self.frozen_s is not None:
-            frozen = FrozenSLOMax(fleet, replica=replica)
-            frozen.frozen_ms = ZERO_MS + 1000.0 * self.frozen_s
-            return frozen
         order: Chooser | None = ORDERS.get(self.admission)
         if self.gate is not None:
             order = Bands()

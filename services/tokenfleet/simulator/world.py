@@ -348,6 +348,8 @@ class World:
             if not arrival.follows:
                 self.loop.at(self.zero_ms + arrival.at_ms, self._arrive, arrival)
         plan_faults(self)
+        if choice.frozen_s is not None:
+            self.loop.at(self.zero_ms + 1000.0 * choice.frozen_s, self._freeze)
 
     # ------------------------------------------------------------------ making
 
@@ -387,6 +389,16 @@ class World:
         made.prefill_tokens_per_s *= scenario.agents.rate_error
         made.says_rate = scenario.agents.declare_rates or declared.prefill_tokens_per_s > 0
         return made
+
+    def _freeze(self) -> None:
+        """As a reload of the fleet file does it: nothing is learned from outcomes any more."""
+        self.fleet = msgspec.structs.replace(
+            self.fleet, policy=msgspec.structs.replace(self.fleet.policy, feedback="frozen")
+        )
+        for node in list(self.bus.nodes.values()):
+            reconfigure = getattr(node.core, "reconfigure", None)
+            if reconfigure is not None:
+                node.perform(reconfigure(self.fleet, self.loop.now_ms))
 
     def _start_agents(self) -> None:
         for instance in self.instances.values():

@@ -243,7 +243,7 @@ class Admission(Desk):
 
     def _debit(self, message: OutcomeFinished) -> None:
         """The tenant pays for what was computed, not for what was expected; answers teach how fast they come."""
-        if message.outcome == "completed" and message.times.tpot_ms:
+        if message.outcome == "completed" and message.times.tpot_ms and self.fleet.policy.feedback != "frozen":
             self.state.tempos.setdefault(message.model, Tempo()).learn(message.times.tpot_ms)
         bill = self.state.bills.pop(message.request_id, None)
         pool = self.state.pools.get(bill.pool) if bill is not None else None

@@ -262,7 +262,8 @@ class Folding(Rooms):
         state.settle(request_id, message.gateway)
         if not known and message.instance and self._is_ours(message.instance):
             yield from self._judge(message, booked_ms, now_ms)
-            if message.outcome == "completed":  # a cut answer teaches neither length nor pace
+            # a cut answer teaches neither length nor pace
+            if message.outcome == "completed" and self.fleet.policy.feedback != "frozen":
                 yield from self._learn(message, judged, now_ms)
 
     def _first_token(self, booking: Booking, message: OutcomeStarted, now_ms: float) -> None:
@@ -332,8 +333,9 @@ class Folding(Rooms):
                 alike = other.key == model.key and other.ttft.prior == model.ttft.prior
                 if alike and other.samples < min(FEW, model.samples):
                     other.ttft.multiples = list(model.ttft.multiples)
-        if times.tpot_ms is not None and message.output_tokens > 1:
-            model.tpot.learn(forecast.tpot_features, times.tpot_ms)
+        paced = times.tpot_ms is not None and message.output_tokens > 1
+        if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
+            yield Note("prediction_drift", {"instance": message.instance}, level="warning")
 
     def _novices(self) -> list[Model]:
         """The instances' models that have learned from few requests: in a large pool soon none of hundreds."""

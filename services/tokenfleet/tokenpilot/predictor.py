@@ -17,7 +17,13 @@ A residual (mean relative error by bucket of queue and decoding) is applied only
 physics' own. Conformal margins per class widen the prediction until the wanted share of outcomes is below it (online
 quantile tracking: q += gamma (miss - alpha); Gibbs and Candes 2021). Rolling error far above its usual level is drift:
 it is said once, and the coefficients are freed to move (their covariance is reset).
+
+Regression with a memory of hundreds of requests takes as many to believe in a sudden change, and an engine that is
+throttled, or has a new neighbour, changes at once and altogether. So a short run of outcomes all far on the same side
+is a new level: every coefficient is multiplied by their median ratio, and freed.
 """
+
+import math
 
 import msgspec
 
@@ -36,6 +42,10 @@ _FAST, _SLOW = 0.05, 0.005
 _DRIFT, _DRIFT_OVER = 0.3, 2.0
 #: requests between two alarms of one instance
 _DRIFT_GAP = 50
+#: a new level: so many successive outcomes on one side, their median this far off (of the logarithm: 1.35 and 1.8
+#: times); first tokens scatter more than paces, by what the queue did
+_LEVEL_RUN = 5
+_LEVEL_TPOT, _LEVEL_TTFT = 0.3, 0.6
 #: conformal step, and the share of outcomes that may be above the margin
 _GAMMA, _ALPHA = 0.02, 0.1
 #: an outcome this far off, as a share of it, after long without any: what was known does not hold
@@ -109,6 +119,12 @@ class Regression(msgspec.Struct):
         self.multiples = [min(_MULTIPLE_MAX, max(_MULTIPLE_MIN, m * factor)) for m in self.multiples]
         self.free()
 
+    def scale(self, factor: float) -> None:
+        """Everything takes so many times as long from now on; 1: nothing happens."""
+        if factor != 1.0:
+            self.multiples = [min(_MULTIPLE_MAX, max(_MULTIPLE_MIN, m * factor)) for m in self.multiples]
+            self.free()
+
     def free(self) -> None:
         """Let every coefficient move again as freely as at the beginning."""
         self.covariance = _fresh(len(self.prior))
@@ -168,6 +184,9 @@ class Model(msgspec.Struct):
     usual_error: float = 0.0
     samples: int = 0
     alarmed_at: int = -_DRIFT_GAP
+    #: log ratios of the latest outcomes to predictions, for `level`
+    ttft_recent: list[float] = []
+    tpot_recent: list[float] = []
 
     @classmethod
     def of(cls, key: str, tokens_per_s: float | None, guess_tokens_per_s: float) -> "Model":
@@ -198,21 +217,50 @@ class Model(msgspec.Struct):
         self.samples += 1
         self.error += max(1.0 / self.samples, _FAST) * (error - self.error)
         self.usual_error += max(1.0 / self.samples, _SLOW) * (error - self.usual_error)
-        drifts = (
-            self.samples >= 20
-            and self.samples - self.alarmed_at >= _DRIFT_GAP
-            and self.error > max(_DRIFT, _DRIFT_OVER * self.usual_error)
-        )
+        drifts = self._alarm() if self.error > max(_DRIFT, _DRIFT_OVER * self.usual_error) else False
         if stale and error > _FAR:
             # An alarm wants many samples; who gets one request in a while must not wait for them.
             self.ttft.rescale(actual_ms / max(predicted_ms, 1.0))
+            self.ttft_recent.clear()
             self.tpot.free()
         if drifts:
-            self.alarmed_at = self.samples
             self.ttft.free()
             self.tpot.free()
+        factor = level(self.ttft_recent, self.ttft.predict(features), actual_ms, _LEVEL_TTFT)
+        self.ttft.scale(factor)
         self.ttft.learn(features, actual_ms)
-        return drifts
+        return drifts or (factor != 1.0 and self._alarm())
+
+    def learn_tpot(self, features: list[float], actual_ms: float) -> bool:
+        """The pace of a whole answer; True when it has a new level."""
+        factor = level(self.tpot_recent, self.tpot.predict(features), actual_ms, _LEVEL_TPOT)
+        self.tpot.scale(factor)
+        self.tpot.learn(features, actual_ms)
+        return factor != 1.0 and self._alarm()
+
+    def _alarm(self) -> bool:
+        """Whether a change is news: not while the prior is still being corrected, and not soon after another."""
+        if self.samples < 20 or self.samples - self.alarmed_at < _DRIFT_GAP:
+            return False
+        self.alarmed_at = self.samples
+        return True
+
+
+def level(recent: list[float], predicted: float, actual: float, apart: float) -> float:
+    """The factor by which outcomes have left the predictions, 1 while they have not; `recent` is kept by the caller.
+
+    Log ratios of the latest outcomes to what is predicted now (not to what was said: answers under way at a change
+    would count it twice).
+    """
+    recent.append(math.log(max(actual, 1.0) / max(predicted, 1.0)))
+    del recent[:-_LEVEL_RUN]
+    if len(recent) < _LEVEL_RUN or not (min(recent) > 0.0 or max(recent) < 0.0):
+        return 1.0
+    median = sorted(recent)[_LEVEL_RUN // 2]
+    if abs(median) < apart:
+        return 1.0
+    recent.clear()
+    return math.exp(median)
 
 
 class Margin(msgspec.Struct):

@@ -11,6 +11,7 @@ from tokenfleet.tokenpilot.predictor import (
     Model,
     Regression,
     Residual,
+    level,
     pairs_of,
     tpot_features,
     ttft_features,
@@ -76,6 +77,39 @@ def test_a_degraded_card_is_noticed_and_learned(factor: float) -> None:
     assert statistics.median(errors[100:]) < 0.2
     errors, _ = follow(model, machine, 100)
     assert statistics.median(errors) < 0.2
+
+
+@pytest.mark.parametrize("factor", [3.0, 6.0])
+def test_a_sudden_change_of_pace_is_believed_within_ten_answers(factor: float) -> None:
+    """A throttled engine was sent chats for a minute, as its regression still believed in hundreds of fast answers; and
+    when it was well again nobody did believe that either."""
+    machine = Machine(0.022)
+    model = Model.of("m 1", 1000.0 / 0.022, 2000.0)
+    follow(model, machine, 400)
+    dice = random.Random(4)
+
+    def answers(count: int, slow: float) -> list[float]:
+        errors = []
+        for _ in range(count):
+            decoding, kv = dice.randint(1, 40), dice.random() * 200_000
+            features = tpot_features(decoding, kv, 0)
+            actual = slow * (7.0 + 0.022 * decoding + 7e-5 * kv) * dice.lognormvariate(0.0, 0.05)
+            errors.append(abs(model.tpot.predict(features) - actual) / actual)
+            model.learn_tpot(features, actual)
+        return errors
+
+    assert statistics.median(answers(400, 1.0)[300:]) < 0.1
+    assert statistics.median(answers(20, factor)[10:]) < 0.25
+    assert statistics.median(answers(200, factor)) < 0.15
+    assert statistics.median(answers(20, 1.0)[10:]) < 0.25
+
+
+def test_noise_is_no_new_level() -> None:
+    """First tokens scatter by half; a level that jumped with every run of them would be worse than none."""
+    dice = random.Random(5)
+    recent: list[float] = []
+    factors = [level(recent, 100.0, 100.0 * dice.lognormvariate(0.0, 0.4), 0.6) for _ in range(3000)]
+    assert sum(factor != 1.0 for factor in factors) <= 15
 
 
 def test_an_instance_without_any_known_rate_says_nothing_before_it_has_learned() -> None:
