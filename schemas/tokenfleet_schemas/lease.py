@@ -13,6 +13,9 @@ class OpenRequest(Part, frozen=True, kw_only=True):
     phase: Literal["waiting", "held", "dispatched", "streaming"]
     #: id of the booking in use; empty when none
     booking: str = ""
+    #: where the present attempt was sent; empty when it was not, or by a gateway that does not say
+    served_site: str = ""
+    instance: str = ""
 
 
 class GatewayLeased(Event, frozen=True, kw_only=True, tag="tokenfleet.gateway.v1.leased"):

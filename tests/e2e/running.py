@@ -399,7 +399,7 @@ class Running:
                     continue  # the gateway died between the answer and its word about it
                 assert (final["outcome"] == "completed") == one.completed, (one, final)
                 # what broke off has no usage: its events are counted, here and there
-                assert final["output_tokens"] == (one.usage.get("completion_tokens") or one.chunks), (one, final)
+                assert final["output_tokens"] == (one.usage.get("completion_tokens") or one.tokens), (one, final)
                 assert final["served_site"] == one.site
                 assert final["attempt"] == one.attempts
         return rows

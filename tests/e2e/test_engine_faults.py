@@ -87,7 +87,7 @@ async def test_a_reset_in_the_middle_is_told_once_with_what_came(fleet: Running)
     rows = await fleet.ledger_agrees(answers, since_s=began_s)
     for one in answers:
         assert [(r["outcome"], r["output_tokens"], r["compliant"]) for r in rows[one.request_id]] == [
-            ("failed_midstream", one.chunks, False)
+            ("failed_midstream", one.tokens, False)
         ]
     await _clean_record(fleet)
 

@@ -196,23 +196,26 @@ class Engine:
 
 def sse(*parts: str, role: bool = True, finish: str = "stop", usage: int | None = None) -> list[bytes]:
     """The events of a chat answer."""
-    events = [_event({"role": "assistant", "content": ""})] if role else []
-    events += [_event({"content": part}) for part in parts]
-    events.append(_event({}, finish))
+    events = [event({"role": "assistant", "content": ""})] if role else []
+    events += [event({"content": part}) for part in parts]
+    events.append(event({}, finish))
     if usage is not None:
         count = {"prompt_tokens": 9, "completion_tokens": usage, "total_tokens": 9 + usage}
         events.append(b"data: " + json.dumps({"id": "x", "choices": [], "usage": count}).encode() + b"\n\n")
     return [*events, b"data: [DONE]\n\n"]
 
 
-def _event(delta: dict[str, Any], finish: str | None = None) -> bytes:
-    data = {
+def event(delta: dict[str, Any], finish: str | None = None, *, counted: int | None = None) -> bytes:
+    """One event of a chat answer; `counted`: with the running count of an engine that was asked to."""
+    data: dict[str, Any] = {
         "id": "x",
         "object": "chat.completion.chunk",
         "created": 1,
         "model": "m",
         "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
     }
+    if counted is not None:
+        data["usage"] = {"prompt_tokens": 9, "total_tokens": 9 + counted, "completion_tokens": counted}
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 

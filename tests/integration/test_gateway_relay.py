@@ -1,13 +1,15 @@
 """A real gateway between a client and engines that fail in every way that operators have reported."""
 
 import asyncio
+import contextlib
 import json
+import random
 import socket
 from typing import Any
 
 import aiohttp
 import pytest
-from tests.integration.gateway_bench import FLEET, Bench, Connection, Engine, answering, ask, bench, hanging, sse
+from tests.integration.gateway_bench import FLEET, Bench, Connection, Engine, answering, ask, bench, event, hanging, sse
 
 from tokenfleet import fleet as fleets
 from tokenfleet.gateway.settings import Limits
@@ -57,7 +59,7 @@ async def test_a_stream_is_passed_on_and_told(nats_url: str) -> None:
         assert seen.body["cache_salt"] not in ("", "mine")
         assert "kv_transfer_params" not in seen.body
         assert seen.body["metadata"] == {"x": "y"}
-        assert seen.body["stream_options"] == {"include_usage": True}
+        assert seen.body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         assert seen.headers["x-request-id"] == f"{done.request_id}-1"
         assert "authorization" not in seen.headers, "the client's key never reaches an engine"
 
@@ -298,6 +300,49 @@ async def test_a_client_that_leaves_stops_the_engine(nats_url: str, stream: bool
         (one,) = await b.pilot.finished()
         assert (one.outcome, one.final, one.attempt) == ("cancelled", True, 1)
         assert one.output_tokens == (3 if engine.seen[0].body["stream"] else 0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("streams", [60, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_cancelled_calls_cost_what_the_engine_did(nats_url: str, streams: int) -> None:
+    """L01: clients leave at any token, of streams and (a sixth as many) of whole answers, and the engine puts four tokens
+    into each event: a row for each, the sum of their tokens is the engine's own but for one event each in flight."""
+    made: dict[str, int] = {}
+    dice = random.Random(7)
+
+    async def script(connection: Connection) -> None:
+        await connection.head()
+        name = connection.headers["x-tokenfleet-request-id"]
+        for tokens in range(4, 2004, 4):
+            if connection.closed.is_set():
+                return
+            made[name] = tokens
+            await connection.send(event({"content": "four"}, counted=tokens))
+            await asyncio.sleep(0.002)
+
+    async def leave(b: Bench, *, stream: bool) -> None:
+        want = dice.randint(1, 200)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if stream else want / 2000), b.post(stream=stream) as response:
+                got = 0
+                while got < 4 * want:
+                    got += (await response.content.readany()).count(b"four") * 4
+
+    async with bench(nats_url) as b:
+        await b.engine(script)
+        for begin in range(0, streams, 20):
+            count = min(20, streams - begin)
+            await asyncio.gather(*(leave(b, stream=True) for _ in range(count)))
+            await asyncio.gather(*(leave(b, stream=False) for _ in range(count // 6)))
+        sent = sum(min(20, streams - begin) // 6 + min(20, streams - begin) for begin in range(0, streams, 20))
+        outcomes = await b.pilot.finished(sent)
+        assert {one.outcome for one in outcomes} == {"cancelled"}
+        assert len({one.request_id for one in outcomes}) == sent
+        for one in outcomes:
+            assert made.get(one.request_id, 0) - 16 <= one.output_tokens <= made.get(one.request_id, 0), one
+        # within half a percent of the engine's own count, but for the events in flight as each client left
+        total = sum(made.values())
+        assert total - sum(one.output_tokens for one in outcomes) <= 0.005 * total + 4 * sent
 
 
 async def _drain(b: Bench, **more: Any) -> bytes:

@@ -150,6 +150,8 @@ class Accountant:
                     request.served_site = request.instance = ""
                     request.ttft_ms = request.predicted_ttft_ms = None
                 request.booking = one.booking
+                if one.instance:  # else a first token may have said it
+                    request.served_site, request.instance = one.served_site, one.instance
             expired = self.state.expired.get(one.request_id)
             if expired is not None and not expired.said:
                 del self.state.expired[one.request_id]  # it lives after all

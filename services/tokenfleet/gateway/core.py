@@ -214,6 +214,8 @@ class Gateway:
                     attempt=one.attempt,
                     phase=one.stage.phase,
                     booking=one.assigned.id if one.assigned is not None else "",
+                    served_site=one.assigned.site if one.assigned is not None else "",
+                    instance=one.assigned.instance if one.assigned is not None else "",
                 )
                 for request_id, one in self.requests.items()
             ),

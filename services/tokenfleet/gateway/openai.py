@@ -362,11 +362,23 @@ def _rest(raw: dict[str, msgspec.Raw], metadata: dict[str, Any] | None) -> list[
     return parts
 
 
-def engine_body(parsed: Parsed, *, model: str, stream: bool, cache_salt: str, priority: int | None) -> bytes:
-    """What the engine gets: the client's fields, and ours over them."""
+#: engines that count along with every event of a stream (`stream_options.continuous_usage_stats`)
+COUNTING = frozenset({"vllm"})
+
+
+def engine_body(
+    parsed: Parsed, *, model: str, stream: bool, cache_salt: str, priority: int | None, engine: str = ""
+) -> bytes:
+    """What the engine gets: the client's fields, and ours over them.
+
+    An engine under load puts several tokens into one event, so that a stream that breaks off says by its events only
+    how much was sent at least; one that can is asked to say how much it is. With several answers it counts each alone.
+    """
     ours: dict[str, Any] = {"model": model, "stream": stream}
     if stream:
         ours["stream_options"] = {**parsed.stream_options, "include_usage": True}
+        if engine in COUNTING and parsed.choices == 1:
+            ours["stream_options"]["continuous_usage_stats"] = True
     if cache_salt:
         ours["cache_salt"] = cache_salt
     if priority is not None:

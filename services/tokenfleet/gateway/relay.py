@@ -310,6 +310,7 @@ class Relay:
                 stream=stream,
                 cache_salt=exchange.cache_salt,
                 priority=exchange.priority(engine),
+                engine=engine,
             )
 
         try:
@@ -341,6 +342,7 @@ class Relay:
         scanner = exchange.scanner = sse.Scanner(
             choices=parsed.choices,
             include_usage=parsed.include_usage or not parsed.stream,
+            continuous_usage=parsed.include_usage and parsed.stream_options.get("continuous_usage_stats") is True,
             event_bytes=self._limits.event_bytes,
         )
         assembly = None if parsed.stream else Assembly(parsed.endpoint)

@@ -1,8 +1,9 @@
 """Reads an engine's event stream as it comes, in pieces cut anywhere, and says what of it the client gets.
 
 Decides where an event ends, when the first token is there, what is counted, and whether the answer is complete, cut or
-an error. The client's bytes are the engine's bytes: events pass untouched, but for the usage event that the gateway
-asked for and the client did not, and the end marker, which the relay writes itself once the answer is complete.
+an error. The client's bytes are the engine's bytes: events pass untouched, but for the usage that the gateway asked for
+and the client did not (the last event's, and the running count in each), and the end marker, which the relay writes
+itself once the answer is complete.
 
 After the first token an event is decoded only if a few cheap byte searches say that there is something to see. Refuses
 to know sockets and clocks. Sources: the HTML standard's server-sent events; OpenAI's streaming format; what vLLM 0.32
@@ -10,12 +11,15 @@ and SGLang really send (role chunk with the first token, empty content for half 
 {"error"}` + `[DONE]`, `finish_reason` "abort" for an aborted request).
 """
 
+import re
 from typing import Any
 
 import msgspec
 
 DONE = b"data: [DONE]\n\n"
 _NOT_FINISHED = b'"finish_reason":null'
+#: a count inside an event. Quotes in an answer's text are escaped, so that this is never part of it
+_COUNT = re.compile(rb',\s?"usage":\s?(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
 class _Details(msgspec.Struct):
@@ -74,18 +78,29 @@ class _Chunk(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
+_decode_usage = msgspec.json.Decoder(Usage).decode
 
 
 class Scanner:
     """One attempt's stream. `feed` it what arrives; its attributes say what was seen."""
 
-    def __init__(self, *, choices: int = 1, include_usage: bool = True, event_bytes: int = 8 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        *,
+        choices: int = 1,
+        include_usage: bool = True,
+        continuous_usage: bool = True,
+        event_bytes: int = 8 * 1024 * 1024,
+    ) -> None:
         self._choices = choices
         self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
         self._event_bytes = event_bytes
         self._tail = b""
         #: events before the first token: nothing goes to the client while another instance may still answer
         self._early: list[bytes] = []
+        #: nothing is to be taken out of the event looked at last
+        self._whole = True
         #: the first content, reasoning or tool token was seen
         self.first_token = False
         #: events that carried a token; an event may carry several, so usage is believed before this
@@ -131,13 +146,29 @@ class Scanner:
                 self.fault = "upstream_protocol"
             return b""
         block, self._tail = data[: cut + 2], data[cut + 2 :] + held
-        if self.first_token and b'"usage"' not in block and b'"error"' not in block and b"[DONE]" not in block:
+        if self.first_token and b'"error"' not in block and b"[DONE]" not in block:
             events = block.count(b"\n\n")
             # one `null` per event and no comment between: nothing but tokens
             if block.count(_NOT_FINISHED) == events == block.count(b"data:"):
-                self.tokens += events
-                return block
+                counts = block.count(b'"usage"')
+                if not counts:
+                    self.tokens += events
+                    return block
+                if counts == events and (plain := self._counted(block, events)) is not None:
+                    self.tokens += events
+                    return plain
         return self._inspect(block)
+
+    def _counted(self, block: bytes, events: int) -> bytes | None:
+        """What the client gets of token events that each carry a running count; None: they want a closer look."""
+        found = _COUNT.findall(block)
+        if len(found) != events:
+            return None
+        try:
+            self.usage = _decode_usage(found[-1])
+        except msgspec.DecodeError:
+            return None
+        return block if self._continuous_usage else _COUNT.sub(b"", block)
 
     def end(self) -> bytes:
         """The connection was closed: an event without its last blank line counts if it is whole."""
@@ -160,7 +191,7 @@ class Scanner:
                 self.done = True
                 break
             if self._event(data):
-                passed.append(event)
+                passed.append(event if self._whole or self._continuous_usage else _COUNT.sub(b"", event))
             if self.fault:
                 break
         if not passed:
@@ -188,6 +219,7 @@ class Scanner:
             self.model = chunk.model
         if chunk.usage is not None:
             self.usage = chunk.usage
+        self._whole = not chunk.choices or chunk.usage is None
         if not chunk.choices:
             return self._include_usage or chunk.usage is None
         for choice in chunk.choices:

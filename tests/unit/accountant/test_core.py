@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tokenfleet.accountant.core import Accountant
@@ -180,6 +181,19 @@ def test_a_killed_gateways_requests_are_closed_after_six_silent_seconds() -> Non
     assert len(world.lost) == 2
     assert world.offered() == {"offered": 2, "failed": 2, "compliant": 0}
     assert world.core.gauges()["accountant_open_requests"] == {(): 0.0}
+
+
+def test_a_lost_attempt_without_a_first_token_is_booked_where_it_was_sent() -> None:
+    """L09: a gateway died while its engine was prefilling; the loss belonged to no site and no instance."""
+    world = World()
+    world.request("r1")
+    sent = OpenRequest(request_id="r1", attempt=1, phase="dispatched", booking="a1", served_site="b", instance="b1")
+    world.run_for(2000, lease=[sent])
+    # repeated elsewhere, and lost there
+    world.run_for(2000, lease=[msgspec.structs.replace(sent, attempt=2, booking="a2", served_site="c", instance="c1")])
+    world.run_for(8000)
+    (lost,) = world.lost
+    assert (lost.attempt, lost.booking, lost.served_site, lost.instance) == (2, "a2", "c", "c1")
 
 
 def test_a_restarted_gateway_gives_up_what_its_former_self_had_open() -> None:

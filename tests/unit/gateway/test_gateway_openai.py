@@ -56,6 +56,26 @@ def test_a_field_said_twice_is_said_once() -> None:
     assert found == {"messages": [{"role": "user", "content": "x"}], "n": 1, "model": "m", "stream": False}
 
 
+def test_an_engine_that_can_count_along_is_asked_to() -> None:
+    """L01: a cut stream's events were counted, and an engine under load puts several tokens into one."""
+    parsed = parse(json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode(), "chat")
+    asked = {"model": "m", "cache_salt": "", "priority": None}
+    options = [
+        json.loads(engine_body(one, stream=True, engine=engine, **asked))["stream_options"]  # type: ignore[arg-type]
+        for one, engine in (
+            (parsed, "vllm"),
+            (parsed, "sglang"),
+            # of several answers each would be counted alone
+            (parse(json.dumps({"model": "m", "messages": MESSAGES, "n": 2, "stream": True}).encode(), "chat"), "vllm"),
+        )
+    ]
+    assert options == [
+        {"include_usage": True, "continuous_usage_stats": True},
+        {"include_usage": True},
+        {"include_usage": True},
+    ]
+
+
 def test_the_clients_stream_options_are_kept() -> None:
     """Continuous usage stays, usage is always asked for."""
     options = {"include_usage": False, "continuous_usage_stats": True}

@@ -218,3 +218,44 @@ def test_a_whole_completion_is_put_together_too() -> None:
     answer = json.loads(assembly.body())
     assert answer["object"] == "text_completion"
     assert answer["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length"}]
+
+
+def counted(content: str, tokens: int, finish: str | None = None, **more: object) -> bytes:
+    """An event as vLLM counts along in it (`chat-stream-contusage.txt` of its captures)."""
+    plain = chunk(content, finish, **more).removesuffix(b"}\n\n")
+    return (
+        plain
+        + b',"usage":{"prompt_tokens":7,"total_tokens":%d,"completion_tokens":%d,"completion_tokens_details":null}}\n\n'
+        % (7 + tokens, tokens)
+    )
+
+
+COUNTED = counted("", 0, role="assistant") + counted("ab", 2) + counted("c\\", 5) + counted('d,"usage":{"x":1}', 9)
+
+
+@pytest.mark.parametrize("cuts", [(), (300,), (460, 640), tuple(range(1, len(COUNTED)))])
+def test_a_broken_stream_is_counted_by_the_engine(cuts: tuple[int, ...]) -> None:
+    """L01: four tokens in one event were one in the ledger when the client left; what nobody asked for is cut."""
+    out, scanner = run(COUNTED, *cuts, include_usage=False, continuous_usage=False)
+    assert out == chunk("", role="assistant") + chunk("ab") + chunk("c\\") + chunk('d,"usage":{"x":1}')
+    assert (scanner.tokens, scanner.output_tokens) == (3, 9)
+    assert scanner.usage is not None
+    assert scanner.usage.prompt_tokens == 7
+    out, scanner = run(COUNTED, *cuts)
+    assert out == COUNTED, "who asked for it gets it"
+    whole = COUNTED + counted("e", 10, "stop") + USAGE + DONE
+    out, scanner = run(whole, *cuts, include_usage=True, continuous_usage=False)
+    assert out.endswith(chunk("e", "stop") + USAGE)
+    assert (scanner.complete, scanner.output_tokens) == (True, 3)
+
+
+@pytest.mark.skipif(not CAPTURES.is_dir(), reason=f"no captures in {CAPTURES}")
+def test_a_real_engines_running_count_is_taken_out() -> None:
+    """The shapes of vLLM 0.32, not of our imagination."""
+    stream = (CAPTURES / "chat-stream-contusage.txt").read_bytes().partition(b"\r\n\r\n")[2]
+    stream = stream or (CAPTURES / "chat-stream-contusage.txt").read_bytes().partition(b"\n\n")[2]
+    out, scanner = run(stream, include_usage=False, continuous_usage=False)
+    assert scanner.complete
+    assert b"usage" not in out
+    events = [msgspec.json.decode(one[6:]) for one in out.split(b"\n\n") if one]
+    assert len(events) == stream.count(b'"finish_reason"')
