@@ -100,7 +100,7 @@ async def test_an_answer_that_is_no_stream_is_never_half_an_answer(fleet: Runnin
         )
     assert (one.status, one.code) == (502, "upstream_disconnected")
     row = await fleet.final(one.request_id)
-    assert (row["outcome"], row["compliant"], row["usage_source"]) == ("failed_midstream", False, "estimated")
+    assert (row["outcome"], row["compliant"], row["usage_source"]) == ("failed_midstream", False, "engine")
     assert 1 <= row["output_tokens"] <= 5
     await _clean_record(fleet)
 

@@ -106,8 +106,8 @@ async def test_a_stream_without_its_end_marker_is_complete_after_the_finish(nats
 
 async def _cut_after_five(connection: Connection) -> None:
     await connection.head()
-    for event in sse(*"12345")[:6]:
-        await connection.send(event)
+    for one in sse(*"12345")[:6]:
+        await connection.send(one)
     await asyncio.sleep(0.05)
     connection.reset()
 
@@ -305,8 +305,8 @@ async def test_a_client_that_leaves_stops_the_engine(nats_url: str, stream: bool
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streams", [60, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_cancelled_calls_cost_what_the_engine_did(nats_url: str, streams: int) -> None:
-    """L01: clients leave at any token, of streams and (a sixth as many) of whole answers, and the engine puts four tokens
-    into each event: a row for each, the sum of their tokens is the engine's own but for one event each in flight."""
+    """L01: clients leave at any token, of streams and (a sixth as many) of whole answers, and the engine puts four
+    tokens into each event: a row for each, the sum of their tokens is the engine's own but for one event each in flight."""
     made: dict[str, int] = {}
     dice = random.Random(7)
 
