@@ -306,7 +306,7 @@ async def test_a_client_that_leaves_stops_the_engine(nats_url: str, stream: bool
 @pytest.mark.parametrize("streams", [60, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_cancelled_calls_cost_what_the_engine_did(nats_url: str, streams: int) -> None:
     """L01: clients leave at any token, of streams and (a sixth as many) of whole answers, and the engine puts four
-    tokens into each event: a row for each, the sum of their tokens is the engine's own but for one event each in flight."""
+    tokens into each event: a row for each, and their sum is the engine's own but for what was in flight."""
     made: dict[str, int] = {}
     dice = random.Random(7)
 
