@@ -110,8 +110,8 @@ FROZEN = tuple(name for name in POLICIES if name.startswith("frozen"))
 
 QUESTION = """
 Does what the fleet learns from outcomes and goodput windows change what it does, and what is that worth? Scenario
-`shift` (packaged): a home site with six engines and a second site with two. For a minute three of the six run at a
-sixth of their speed. Then these are well, the other three are slow instead, and the help desk has five more callers a
+`shift` (packaged): a home site with six engines and a second site with one. For a minute three of the six run at a
+sixth of their speed. Then these are well, the other three are slow instead, and the help desk has two more callers a
 second. *Alive* goes on learning: TokenPilot from each outcome, SLOMax's shares every 5 s from the accountant's windows.
 *Frozen* is the same run with all of that stopped at the shift (`feedback = "frozen"` in the fleet file; bookings,
 reports, holds, order and breakers go on). The setting that it is frozen at is the best for the first half: what was

@@ -3,13 +3,15 @@
 import math
 import statistics
 
+import pytest
 from benchmarks.evidence.loop import SHIFT_S, run
 
-SEEDS = (1, 2, 3, 4)
-#: Student's t, 95%, three degrees of freedom
-T95 = 3.182
+SEEDS = (1, 2, 3)
+#: Student's t, 95%, two degrees of freedom
+T95 = 4.303
 
 
+@pytest.mark.timeout(400)
 def test_a_shift_moves_shares_diversion_and_predictions_and_frozen_feedback_pays_for_it() -> None:
     """Engines that had been fast were throttled, others recovered, and more callers came: who had stopped learning sent
     the urgent ones on to the slow engines. At least five points of compliance, and certainly more than none."""
