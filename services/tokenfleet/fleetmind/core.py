@@ -15,7 +15,8 @@ from tokenfleet.eligibility import retry_after_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import policy
 from tokenfleet.fleetmind.caches import Caches
-from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, LongCycle
+from tokenfleet.fleetmind.longcycle import LongCycle
+from tokenfleet.fleetmind.promises import PLAN_SCOPE
 from tokenfleet.fleetmind.state import INFINITY, TOMBSTONE_MS, Path, Road, State
 from tokenfleet.fleetmind.view import View
 from tokenfleet.offices import Offices
@@ -71,7 +72,7 @@ class FleetMind:
         self.caches = Caches()
         self.offices = Offices(replica)
         self.long = LongCycle(replica, self.offices)
-        self.view = View(fleet, self.state, self.long)
+        self.view = View(fleet, self.state, self.long.promises)
         self._timers: list[tuple[float, str]] = []
         self._out: list[Effect] = []
         self._look_ms = 0.0
@@ -135,7 +136,7 @@ class FleetMind:
         """The mark that opens this replica's term for a model."""
         self.offices.issue(scope, term)
         if scope == PLAN_SCOPE:
-            return self.long.mark(term, now_ms)
+            return self.long.promises.mark(term, now_ms)
         return PlacementOwned(
             id=f"{scope}:owned:{term}",
             term=term,
@@ -161,7 +162,7 @@ class FleetMind:
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:
         """Take a reloaded fleet file: it holds for what is decided from now on."""
         self.fleet = fleet
-        self.view = View(fleet, self.state, self.long)
+        self.view = View(fleet, self.state, self.long.promises)
         return self._effects(now_ms)
 
     def snapshot(self) -> bytes:
@@ -176,7 +177,7 @@ class FleetMind:
         except msgspec.DecodeError as error:
             raise ValueError(f"no checkpoint of this version: {error}") from None
         self.offices.marks, self.long.state = dict(self.state.offices), self.state.plan
-        self.view = View(self.fleet, self.state, self.long)
+        self.view = View(self.fleet, self.state, self.long.promises)
         self._timers = []
         for request_id, road in self.state.roads.items():
             self._arm(road.watch_until_ms, request_id)

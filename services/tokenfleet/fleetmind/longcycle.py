@@ -1,6 +1,6 @@
 """The long cycle inside FleetMind: what it hears becomes history and facts, plans become events, promises are given.
 
-Decides when to plan (not more often than `planning.every_s`), what of a plan is news, and who is promised what. The
+Decides when to plan (not more often than `planning.every_s`) and what of a plan is news; promises are `promises`'. The
 arithmetic is `planning`'s; the solver runs outside the core, which asks for it (`MakePlan`) and hears the answer
 (`PlanMade`), because a program with integers may take seconds and a request must not wait for it. Without the office
 `plan:fleet` it folds and says nothing. Plan and reality are compared all the time: only what agents report counts as
@@ -9,7 +9,7 @@ running, and what an actuator failed to start is not counted on.
 Refuses to know single placements, and how a replica is started.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -19,30 +19,17 @@ from tokenfleet.engine_model import cold_start_s
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.planning.forecast import Series
 from tokenfleet.fleetmind.planning.planner import Planned, PoolFacts, Rules, Stream
-from tokenfleet.fleetmind.planning.reservations import Book, Reservation, closed_share, site_gpus
+from tokenfleet.fleetmind.planning.reservations import site_gpus
 from tokenfleet.fleetmind.planning.warmpool import Idle
 from tokenfleet.fleetmind.planning.work import Curve, Demand, Engine
+from tokenfleet.fleetmind.promises import PLAN_SCOPE, Promises, PromiseState
 from tokenfleet.offices import Offices
 from tokenfleet_schemas.admission import AdmissionDecided
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.plan import PlanApplied, PlanIssued, Target
-from tokenfleet_schemas.request import Ask
-from tokenfleet_schemas.reservation import (
-    ReservationGranted,
-    ReservationOwned,
-    ReservationRefused,
-    ReservationRequested,
-    ReservationRevoked,
-    ReservationWithdrawn,
-)
+from tokenfleet_schemas.reservation import ReservationOwned
 
-#: the office that plans and grants; one for the whole fleet, because sites' GPUs are shared by all models
-PLAN_SCOPE = "plan:fleet"
-#: a holder that asked for nothing for so long lends its promise, ms
-IDLE_MS = 30_000.0
-#: what holders use of a pool is counted anew after this, ms
-USE_MS = 250.0
 #: a plan that is not reality after so many cold starts is overdue
 OVERDUE = 2.0
 #: a solver that has not answered after so many rounds is given up
@@ -115,14 +102,10 @@ class PlanState(msgspec.Struct):
     demands: dict[tuple[str, str], Demand] = {}
     curves: dict[PoolKey, Curve] = {}
     idle: dict[str, Idle] = {}
-    book: Book = msgspec.field(default_factory=Book)
+    promises: PromiseState = msgspec.field(default_factory=PromiseState)
     #: site, model → the last plan, and what its agent made of it
     issued: dict[tuple[str, str], PlanIssued] = {}
     applied: dict[tuple[str, str], PlanApplied] = {}
-    #: promise → when its holder was last seen
-    holders_ms: dict[str, float] = {}
-    #: promise → what an operator asked for last and nobody has answered
-    asked: dict[str, ReservationRequested | ReservationWithdrawn] = {}
     decided_ms: float = 0.0
     #: pool → since when it has had fewer replicas than planned
     short_ms: dict[PoolKey, float] = {}
@@ -135,25 +118,24 @@ class LongCycle:
     def __init__(self, replica: str, offices: Offices) -> None:
         self.replica = replica
         self.offices = offices
-        self.state = PlanState()
+        self.promises = Promises(replica, offices)
+        self._state = PlanState(promises=self.promises.state)
         self._number = 0
         self._solving = False
         self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._allowed_of: Fleet | None = None
         self._filed_of: Fleet | None = None
-        self._used: dict[PoolKey, tuple[float, dict[str, float]]] = {}
+
+    @property
+    def state(self) -> PlanState:
+        """All that the long cycle remembers."""
+        return self._state
+
+    @state.setter
+    def state(self, state: PlanState) -> None:
+        self._state, self.promises.state = state, state.promises
 
     # ------------------------------------------------------------------ what FleetMind calls
-
-    def mark(self, term: int, now_ms: float) -> Event:
-        """The mark that opens this replica's term."""
-        return ReservationOwned(
-            id=f"{PLAN_SCOPE}:owned:{term}",
-            term=term,
-            time_unix_ms=int(now_ms),
-            scope=PLAN_SCOPE,
-            owner=self.replica,
-        )
 
     def hear(self, fleet: Fleet, capacity: CapacityView, message: Event, now_ms: float) -> Iterator[Effect]:
         """Fold one event; `capacity` is FleetMind's own view."""
@@ -168,25 +150,14 @@ class LongCycle:
             self._issued(message)
         elif isinstance(message, PlanApplied):
             self.state.applied[message.site, message.model] = message
-        elif isinstance(message, ReservationRequested | ReservationWithdrawn):
-            known = self.state.book.given.get(message.reservation)
-            if known is None or known.granted != message.id:
-                self.state.asked[message.reservation] = message
-                yield from self._answer(fleet, now_ms)
-        elif isinstance(message, ReservationGranted):
-            self._answered(message.reservation, message.cause)
-            yield from self._granted(message, now_ms)
-        elif isinstance(message, ReservationRefused):
-            self._answered(message.reservation, message.cause)
-        elif isinstance(message, ReservationRevoked):
-            self._answered(message.reservation, message.cause)
-            self._revoked(message)
         elif isinstance(message, ReservationOwned) and self.offices.fold(message.scope, message.term, message.owner):
             yield Note("fleetmind_office", {"what": "taken"}, {"scope": message.scope}, level="info")
             self._filed_of = None
             self._solving = False
-            yield from self._answer(fleet, now_ms)
+            yield from self.promises.answer(fleet, now_ms)
             yield from self.wake(fleet, capacity, now_ms)
+        else:
+            yield from self.promises.hear(fleet, message, now_ms)
 
     def next_ms(self, fleet: Fleet) -> float:
         """When `wake` has something to do; infinity when never."""
@@ -204,14 +175,14 @@ class LongCycle:
             return
         if self._filed_of is not fleet:
             self._filed_of = fleet
-            yield from self._file(fleet, now_ms)
+            yield from self.promises.file(fleet, now_ms)
         since_ms, every_ms = now_ms - self.state.decided_ms, self._every_ms(fleet)
         # an answer that is so late will not come any more
         waiting = self._solving and since_ms < SOLVING_MAX * every_ms
         if fleet.planning.mode == "off" or waiting or since_ms < every_ms:
             return
         self.state.decided_ms = now_ms
-        self.state.book.sweep(now_ms)
+        self.promises.state.book.sweep(now_ms)
         self._solving = True
         self._number += 1
         yield from self._look(fleet, capacity, now_ms)
@@ -232,7 +203,7 @@ class LongCycle:
                     failed[labels] = float(applied.failed.get(target.version, 0))
         given: dict[tuple[tuple[str, str], ...], float] = {
             (("reservation", one.name), ("site", one.site), ("model", one.model)): one.gpu_seconds_per_s
-            for one in self.state.book.given.values()
+            for one in self.promises.state.book.given.values()
         }
         return {
             "plan_target_replicas": targets,
@@ -242,48 +213,6 @@ class LongCycle:
             "reservation_gpus": given,
         }
 
-    # ------------------------------------------------------------------ for the short cycle
-
-    def closed(
-        self,
-        fleet: Fleet,
-        capacity: CapacityView,
-        site: str,
-        ask: Ask,
-        now_ms: float,
-        open_asks: Callable[[], Iterable[Ask]],
-    ) -> float:
-        """Part of a site's room for this request's model that promises to others close to it, 0..1.
-
-        `open_asks` gives the requests that are at the site now; asked for only where promises are open there, and not
-        for each request.
-        """
-        book = self.state.book
-        if not book.given:
-            return 0.0
-        given = [one for one in book.at(now_ms) if one.site == site and one.model == ask.model]
-        if not given:
-            return 0.0
-        reports = [heard.report for heard in capacity.instances(site).values() if heard.report.ready]
-        reports = [report for report in reports if report.model == ask.model]
-        declared = fleet.sites[site].instances
-        gpus = float(sum(r.gpus or (declared[r.instance].gpus if r.instance in declared else 0) for r in reports))
-        key = (site, ask.model, "")
-        known = self._used.get(key)
-        if known is None or now_ms - known[0] >= USE_MS:
-            room = sum(report.max_sequences or 0 for report in reports)
-            used = dict.fromkeys((one.name for one in given), 0.0)
-            for other in open_asks():
-                for one in given:
-                    if other.model == ask.model and one.covers(other.tenant, other.service_class):
-                        used[one.name] += gpus / room if room else 0.0
-                        break
-            known = self._used[key] = (now_ms, used)
-        active = {one.name for one in given if now_ms - self.state.holders_ms.get(one.name, -IDLE_MS) < IDLE_MS}
-        return closed_share(
-            given, used=known[1], active=active, gpus=gpus, tenant=ask.tenant, service_class=ask.service_class
-        )
-
     # ------------------------------------------------------------------ history
 
     def _decided(self, fleet: Fleet, message: AdmissionDecided, now_ms: float) -> None:
@@ -291,9 +220,7 @@ class LongCycle:
         ask = message.ask
         if message.attempt != 1 or message.revision or (not message.admitted and message.reason not in _DEMAND_REASONS):
             return
-        for one in self.state.book.given.values():
-            if one.model == ask.model and one.covers(ask.tenant, ask.service_class):
-                self.state.holders_ms[one.name] = now_ms
+        self.promises.seen(ask, now_ms)
         if fleet.planning.mode == "off" or ask.model not in fleet.models:
             return
         key = (ask.model, ask.version, ask.entry, ask.service_class, self._sites(fleet, ask.tenant, ask.model))
@@ -482,7 +409,9 @@ class LongCycle:
             return 0.0
         lead_ms = 1000.0 * (fleet.planning.cold_start_s + fleet.planning.every_s) / fleet.planning.time_scale
         gpus = max((one.gpus for one in fleet.sites[site].instances.values() if one.model == model), default=1)
-        wanted = [one for one in self.state.book.within(now_ms, lead_ms) if (one.site, one.model) == (site, model)]
+        wanted = [
+            one for one in self.promises.state.book.within(now_ms, lead_ms) if (one.site, one.model) == (site, model)
+        ]
         return sum(one.gpu_seconds_per_s for one in wanted) / gpus
 
     def _made(self, fleet: Fleet, capacity: CapacityView, made: PlanMade, now_ms: float) -> Iterator[Effect]:
@@ -568,166 +497,6 @@ class LongCycle:
                     detail = {"planned": str(target.replicas), "ready": str(ready), "version": target.version}
                     yield Note("plan_overdue", {"site": site, "model": model}, detail, level="error")
 
-    # ------------------------------------------------------------------ promises
-
-    def _answered(self, name: str, cause: str) -> None:
-        pending = self.state.asked.get(name)
-        if pending is not None and pending.id == cause:
-            del self.state.asked[name]
-
-    def _answer(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
-        """What operators asked for, in their order; without the office it waits for who has it."""
-        if not self._term:
-            return
-        for name, message in list(self.state.asked.items()):
-            del self.state.asked[name]
-            if isinstance(message, ReservationRequested):
-                yield from self._ask(fleet, _promise(message), message.id, now_ms)
-            elif name in self.state.book.given:
-                yield self._revoke(name, "cancelled_by_operator", message.id, now_ms)
-            else:
-                yield self._refuse(message.site, name, message.model, "unknown_reservation", message.id, now_ms)
-
-    def _refuse(self, site: str, name: str, model: str, why: str, cause: str, now_ms: float) -> Publish:
-        return Publish(
-            ReservationRefused(
-                id=f"{cause}:refused",
-                cause=cause,
-                term=self._term,
-                time_unix_ms=int(now_ms),
-                site=site,
-                reservation=name,
-                model=model,
-                reason=why,
-            ),
-            durable=True,
-        )
-
-    def _ask(self, fleet: Fleet, asked: Reservation, cause: str, now_ms: float) -> Iterator[Effect]:
-        """Grant or refuse; what is granted is in the book before the next question is heard."""
-        before = self.state.book.given.get(asked.name)
-        revision = before.revision + 1 if before is not None else 0
-        asked = msgspec.structs.replace(asked, granted=cause, term=self._term, revision=revision)
-        why = self.state.book.ask(fleet, asked, now_ms)
-        self._used.clear()
-        labels = {"site": asked.site, "what": why or "granted"}
-        yield Note("reservation", labels, {"reservation": asked.name}, level="warning" if why else "info")
-        if why:
-            yield self._refuse(asked.site, asked.name, asked.model, why, cause, now_ms)
-            return
-        yield Publish(
-            ReservationGranted(
-                id=f"{cause}:granted:{revision}",
-                cause=cause,
-                term=self._term,
-                time_unix_ms=int(now_ms),
-                site=asked.site,
-                reservation=asked.name,
-                model=asked.model,
-                tenant=asked.tenant,
-                service_class=asked.service_class,
-                gpu_seconds_per_s=asked.gpu_seconds_per_s,
-                from_unix_ms=int(asked.from_ms),
-                until_unix_ms=int(asked.until_ms),
-                revision=revision,
-            ),
-            durable=True,
-        )
-
-    def _revoke(self, name: str, reason: str, cause: str, now_ms: float) -> Publish:
-        one = self.state.book.given.pop(name)
-        self.state.holders_ms.pop(name, None)
-        self._used.clear()
-        return Publish(
-            ReservationRevoked(
-                id=f"reservation:{name}:revoked:{one.revision}:{self._term}",
-                cause=cause,
-                term=self._term,
-                time_unix_ms=int(now_ms),
-                site=one.site,
-                reservation=name,
-                model=one.model,
-                reason=reason,
-                revision=one.revision,
-            ),
-            durable=True,
-        )
-
-    def _granted(self, message: ReservationGranted, now_ms: float) -> Iterator[Effect]:
-        """A grant over the bus: ours, or one that stood before we did. Of an office that had ended it is void."""
-        known = self.state.book.given.get(message.reservation)
-        if self.offices.void(PLAN_SCOPE, message.term) and (known is None or known.term != message.term):
-            mark = self.offices.marks[PLAN_SCOPE]
-            # a fold from the beginning reads the newest mark last: older grants come before it and are not void
-            yield Note("reservation_void", {}, {"reservation": message.reservation, "mark": str(mark.term)}, "warning")
-            return
-        if known is not None and (known.term, known.revision) >= (message.term, message.revision):
-            return
-        if message.until_unix_ms <= now_ms:
-            return
-        self.state.book.given[message.reservation] = Reservation(
-            name=message.reservation,
-            site=message.site,
-            model=message.model,
-            tenant=message.tenant,
-            service_class=message.service_class,
-            gpu_seconds_per_s=message.gpu_seconds_per_s,
-            from_ms=float(message.from_unix_ms),
-            until_ms=float(message.until_unix_ms),
-            granted=message.cause,
-            term=message.term,
-            revision=message.revision,
-        )
-        self._used.clear()
-
-    def _revoked(self, message: ReservationRevoked) -> None:
-        known = self.state.book.given.get(message.reservation)
-        if known is not None and message.revision >= known.revision and message.term >= known.term:
-            del self.state.book.given[message.reservation]
-            self._used.clear()
-
-    def _file(self, fleet: Fleet, now_ms: float) -> Iterator[Effect]:
-        """Ask for the promises of the fleet file that are new or changed; give up those that it no longer has."""
-        for name, given in sorted(self.state.book.given.items()):
-            if given.granted.startswith("fleet.toml:") and name not in fleet.reservations:
-                yield self._revoke(name, "not_in_fleet_file", given.granted, now_ms)
-        for name, promise in sorted(fleet.reservations.items()):
-            asked = Reservation(
-                name=name,
-                site=promise.site,
-                model=promise.model,
-                tenant=promise.tenant,
-                service_class=promise.service_class,
-                gpu_seconds_per_s=promise.gpu_seconds_per_s,
-                from_ms=promise.begin.timestamp() * 1000.0,
-                until_ms=promise.end.timestamp() * 1000.0,
-            )
-            known = self.state.book.given.get(name)
-            if asked.until_ms <= now_ms or (known is not None and _same(known, asked)):
-                continue
-            cause = (
-                f"fleet.toml:{name}:{asked.site}:{asked.gpu_seconds_per_s}:{int(asked.from_ms)}-{int(asked.until_ms)}"
-            )
-            yield from self._ask(fleet, asked, cause, now_ms)
-
 
 def _counts(targets: tuple[Target, ...]) -> dict[str, int]:
     return {target.version: target.replicas for target in targets}
-
-
-def _promise(message: ReservationRequested) -> Reservation:
-    return Reservation(
-        name=message.reservation,
-        site=message.site,
-        model=message.model,
-        tenant=message.tenant,
-        service_class=message.service_class,
-        gpu_seconds_per_s=message.gpu_seconds_per_s,
-        from_ms=float(message.from_unix_ms),
-        until_ms=float(message.until_unix_ms),
-    )
-
-
-def _same(one: Reservation, other: Reservation) -> bool:
-    """The same terms, whoever granted them."""
-    return msgspec.structs.replace(one, granted="", term=0, revision=0) == other

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from tokenfleet.eligibility import ready_instances, site_out
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.costs import Pool, pool_of
-from tokenfleet.fleetmind.longcycle import LongCycle
+from tokenfleet.fleetmind.promises import Promises
 from tokenfleet.fleetmind.state import State
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
@@ -23,7 +23,7 @@ _SUMS = "fleetmind"
 class View:
     """Reads the fleet and the fold; owns nothing but what it remembers of them."""
 
-    def __init__(self, fleet: Fleet, state: State, promises: LongCycle | None = None) -> None:
+    def __init__(self, fleet: Fleet, state: State, promises: Promises | None = None) -> None:
         self.fleet, self.state, self.promises = fleet, state, promises
         self._order: dict[tuple[str, str], tuple[str, ...]] = {}
         self._denials: dict[tuple[str, str, str], str] = {}

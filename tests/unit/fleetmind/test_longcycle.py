@@ -13,7 +13,8 @@ from tests.simulation.messages import Bench, admitted, finished, make_ask
 from tokenfleet.effects import Effect, Note, Publish
 from tokenfleet.fleet import Actuator, Fleet, Planning, Promise
 from tokenfleet.fleetmind.core import FleetMind
-from tokenfleet.fleetmind.longcycle import PLAN_SCOPE, MakePlan, PlanMade
+from tokenfleet.fleetmind.longcycle import MakePlan, PlanMade
+from tokenfleet.fleetmind.promises import PLAN_SCOPE
 from tokenfleet.runtime.recording import Recorder, replay
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.outcome import Times
@@ -299,7 +300,7 @@ class TestPromises:
         (mine,) = bench.of(ReservationGranted)
         late = msgspec.structs.replace(mine, id="late", reservation="two", term=mine.term - 1)
         bench.feed(late)
-        assert set(bench.core.long.state.book.given) == {"one"}
+        assert set(bench.core.long.promises.state.book.given) == {"one"}
 
     def test_grants_of_earlier_terms_stand(self) -> None:
         """A change of office revokes nothing: granted, then the mark of a new owner, then a standby folds both."""
@@ -308,7 +309,7 @@ class TestPromises:
         (granted,) = bench.of(ReservationGranted)
         fresh = PlanBench(planned_fleet(planning="off"), office=False)
         fresh.feed(granted, ReservationOwned(id="m", scope=PLAN_SCOPE, owner="other", term=granted.term + 5))
-        assert set(fresh.core.long.state.book.given) == {"one"}
+        assert set(fresh.core.long.promises.state.book.given) == {"one"}
 
     def test_the_fleet_files_promises_are_asked_for_and_given_up_with_it(self) -> None:
         """A table in fleet.toml, changed, then deleted; one that does not fit is refused and said."""
