@@ -17,7 +17,7 @@ from tokenfleet.fleet import Fleet, parse
 from tokenfleet.local.errors import LocalError, NotReadyError
 from tokenfleet.local.fleetfile import emulated, resolve, write_fleet
 from tokenfleet.local.nats import NatsServer
-from tokenfleet.local.ports import choose_ports, require_port
+from tokenfleet.local.ports import Claims, choose_ports, require_port
 from tokenfleet.local.postgres import PostgresServer
 from tokenfleet.local.processes import Command
 from tokenfleet.local.server import Server
@@ -99,6 +99,8 @@ class LocalFleet:
     #: called with `ready()` whenever a process was started again after the fleet was up
     on_change: Callable[[], None] = lambda: None
     _up: bool = field(default=False, init=False)
+    #: from the choice of ports to the end of the last server
+    _claims: Claims = field(default_factory=Claims, init=False)
 
     def __post_init__(self) -> None:
         source = parse(self.fleet_text.encode())
@@ -129,11 +131,11 @@ class LocalFleet:
         used = self.state.read("state.json").get("ports", {})
         wishes = {name: int(used.get(name, 0)) for name in names}
         if self.api_port:
-            require_port(self.api_port)
+            require_port(self.api_port, claims=self._claims)
             wishes["gateway.api"] = self.api_port
         elif not wishes["gateway.api"]:
             wishes["gateway.api"] = PREFERRED_API_PORT
-        return choose_ports(wishes)
+        return choose_ports(wishes, claims=self._claims)
 
     # ── what the outside sees ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -191,6 +193,7 @@ class LocalFleet:
         gateways = [n for n in names if n.startswith("gateway")]
         deciders = [n for n in names if n not in gateways and n not in ("accountant", "emulator")]
         await self.supervisor.stop(gateways, deciders, ["accountant", "emulator"], ["postgres", "nats"])
+        self._claims.close()
 
     def _on_event(self, name: str, what: str) -> None:
         # starts are the normal course; ends and restarts are what an operator wants to see

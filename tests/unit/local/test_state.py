@@ -14,7 +14,7 @@ from tokenfleet.fleet import FleetError, parse
 from tokenfleet.local.cluster import members
 from tokenfleet.local.errors import DataDirError, LocalError, PortInUseError
 from tokenfleet.local.fleetfile import REFERENCE, emulated, resolve, set_policy, write_fleet
-from tokenfleet.local.ports import choose_ports, free_ports, require_port
+from tokenfleet.local.ports import Claims, choose_ports, free_ports, require_port
 from tokenfleet.local.state_dir import StateDir, default_data_dir
 
 
@@ -34,6 +34,20 @@ def test_a_wished_port_is_kept_if_free_and_avoided_if_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert choose_ports({"api": port})["api"] != port
+
+
+def test_two_fleets_started_in_the_same_second_do_not_choose_the_same_port(tmp_path: Path) -> None:
+    """Both found 8080 free, and one of them came up seconds later to find it taken."""
+    (free,) = free_ports(1)
+    one, other = Claims(tmp_path / "claims"), Claims(tmp_path / "claims")
+    assert choose_ports({"api": free, "more": 0}, claims=one)["api"] == free
+    assert choose_ports({"api": free}, claims=other)["api"] != free
+    with pytest.raises(PortInUseError):
+        require_port(free, claims=other)
+    assert choose_ports({"api": free}, claims=one)["api"] == free, "its own choice is still its own"
+    one.close()
+    assert choose_ports({"api": free}, claims=other)["api"] == free
+    other.close()
 
 
 def test_a_port_asked_for_by_number_is_named_when_taken() -> None:
