@@ -103,7 +103,6 @@ POLICIES = {
     "frozen, shares as configured": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:4",
     "frozen, interactive doubled": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:8",
     "frozen, interactive halved": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:2",
-    "frozen, agent doubled": f"tokenfleet@frozen={SHIFT_S}@shares=agent:6",
     "never learned": "tokenfleet@frozen=0",
 }
 FROZEN = tuple(name for name in POLICIES if name.startswith("frozen"))
@@ -125,7 +124,7 @@ PART = Part(
     title="The loop closed: feedback alive against frozen",
     question=QUESTION,
     cells=tuple(Cell(name=name, run=run, args={"policy": policy}) for name, policy in POLICIES.items()),
-    seeds=tuple(range(1, 11)),
+    seeds=tuple(range(1, 7)),
     compare=(
         Compare(
             name="token compliance after the shift, against the best frozen setting",
