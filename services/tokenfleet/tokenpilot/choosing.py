@@ -20,7 +20,7 @@ from tokenfleet.tokenpilot.policy import NO_ROOM, Asked, Candidate, Lack, Room, 
 from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, chain_of
 from tokenfleet.tokenpilot.state import Forecast, Load, Pool, Waiting, pairs
-from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested
+from tokenfleet_schemas.placement import PlacementAssigned, PlacementRequested, Work
 from tokenfleet_schemas.request import Ask
 
 #: pools up to this size are named in full in every decision
@@ -198,6 +198,15 @@ class Choosing(Desk):
                 column[board.row[held.home_instance]] -= held.work.prefill_tokens
         return column
 
+    def _work_ms(self, instance: str, work: Work) -> float:
+        """Engine time of a prefill by itself, ms; 0 where nothing is known of the instance."""
+        heard = self.state.view.instances(self.site).get(instance)
+        if heard is None:
+            return 0.0
+        _, token_ms, pair_ms, step_ms, _ = self._model(instance, heard).ttft.coefficients()
+        steps = work.prefill_tokens / max(1, heard.report.token_budget)
+        return token_ms * work.prefill_tokens + pair_ms * pairs(work) + step_ms * steps
+
     def _forecast(self, assigned: PlacementAssigned, entry: str, now_ms: float) -> Forecast | None:
         """What is predicted of an assignment, by whoever made it: every replica learns the same from its outcome."""
         heard = self.state.view.instances(self.site).get(assigned.instance)
@@ -283,8 +292,7 @@ class Choosing(Desk):
         """
         if pool is None:
             return self.knobs.burn_price
-        _, _, _, per_token_ms = policy.pace(board)
-        busy = pool.sizes.busy(len(board.names), 1000.0 / float(per_token_ms.mean()))
+        busy = pool.sizes.busy(len(board.names))
         return self.knobs.burn_price if busy >= 1.0 else min(self.knobs.burn_price, busy / (1.0 - busy))
 
     def _longest(self, pool: Pool | None, board: Board, ahead: Column, able: Mask, tokens: float) -> Column | None:

@@ -163,7 +163,8 @@ class Deciding(Choosing):
             forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
-        pool.sizes.learn(assigned.work.prefill_tokens, now_ms)
+        work_ms = self._work_ms(assigned.instance, assigned.work)
+        pool.sizes.learn(assigned.work.prefill_tokens, now_ms, work_ms)
         if not booking.confirmed:
             self._unconfirmed.pop(booking.id, None)
             self._unconfirmed[booking.id] = booking

@@ -32,20 +32,24 @@ class Sizes(msgspec.Struct):
     #: time in which they were sent, weighted as they are, ms
     span_ms: float = 0.0
     at_ms: float = 0.0
+    #: engine time that they take, ms
+    work_ms: float = 0.0
 
-    def learn(self, tokens: int, now_ms: float) -> None:
-        """One prefill was sent."""
+    def learn(self, tokens: int, now_ms: float, work_ms: float = 0.0) -> None:
+        """One prefill was sent, which takes so long by itself."""
         if self.at_ms:
             passed_ms = max(0.0, now_ms - self.at_ms)
             keep = 0.5 ** (passed_ms / _HALF_MS)
             self.tokens = [kept * keep for kept in self.tokens]
             self.span_ms = self.span_ms * keep + passed_ms
+            self.work_ms *= keep
         self.at_ms = now_ms
+        self.work_ms += work_ms
         self.tokens[int(EDGES.searchsorted(tokens, side="right"))] += tokens
 
-    def busy(self, instances: int, tokens_per_s: float) -> float:
-        """Part of the time for which so many instances at this rate were busy with them."""
-        return sum(self.tokens) * 1000.0 / max(1000.0, self.span_ms) / max(1.0, instances * tokens_per_s)
+    def busy(self, instances: int) -> float:
+        """Part of the time for which so many instances were busy with them."""
+        return self.work_ms / max(1000.0, self.span_ms) / max(1, instances)
 
     def needs(self, instances: int, tokens_per_s: float) -> Column:
         """For each border: instances that the prefills below it need, of so many that compute at this rate.

@@ -350,10 +350,10 @@ def throttled(requests: int, slow: range) -> tuple[Pilot, list[str]]:
 
 def test_a_card_that_has_recovered_is_tried_again() -> None:
     """A card throttled for a minute was never asked again: its prediction could not be refuted without a request."""
-    _, went = throttled(900, range(200, 400))
-    before, throttled_, after = went[:200].count("b-1"), went[200:400].count("b-1"), went[700:].count("b-1")
+    _, went = throttled(1200, range(200, 400))
+    before, throttled_, after = went[:200].count("b-1"), went[200:400].count("b-1"), went[1000:].count("b-1")
     assert throttled_ < 0.6 * before
-    assert after > max(0.6 * before, 2 * throttled_), (before, throttled_, after)
+    assert after > 0.8 * before, (before, throttled_, after)
 
 
 def test_no_request_is_late_for_the_sake_of_a_trial() -> None:

@@ -1,0 +1,96 @@
+"""TokenFleet whole against prefix, queue and KV weights (3, 2, 2) that dispatch at once, at the loads of the claim."""
+
+from typing import Any
+
+from benchmarks.evidence import Bars, Cell, Compare, Goal, Part, Quick
+from benchmarks.evidence._pilot import agents, conversation
+
+#: multiples of the scenario's speed: highest stable load and knee of (3, 2, 2), `tokenfleet simulate conversation-70b
+#: --policy llm-d//none --knee 1.2 2.6`
+STABLE, KNEE = 1.766, 1.832
+POLICIES = {"ours": "tokenfleet", "3,2,2": "llm-d"}
+WINDOW: dict[str, Any] = {"scenario": {"duration_s": 210, "warmup_s": 30}}
+AGENTS: dict[str, dict[str, Any]] = {
+    "agents": {"workload": "generated", "rates": [8.0, 12.0, 16.0], "stage_s": 35.0, "warmup_s": 20.0},
+    "recorded": {"workload": "recorded", "rates": [3.0, 4.0, 5.0], "stage_s": 35.0, "warmup_s": 20.0},
+}
+PLACES = ("stable", "knee", *AGENTS)
+
+FINDINGS = ""
+
+PART = Part(
+    title="TokenPilot: time to first token against weights (3, 2, 2)",
+    question="""
+Mooncake's conversation trace on eight 70B instances at the highest load at which (3, 2, 2), dispatching at once, is
+stable (speed 1.766) and at its knee (1.832); and the shape of the published headline, long agents of many turns in
+closed loops at stepped rates on thirteen instances of a 480B model: generated ones and sessions of the trace
+`coding-agent` (`benchmarks/evidence/_agents.py`). Slices of 210 s and 105 s, arrivals drawn anew per seed.
+
+*floor* is what no router could better with these engines: every request computed at once and alone in its steps,
+and all instances one cache of their joint size, least recently used out first.
+""",
+    cells=(
+        *(
+            Cell(
+                name=f"{name}, {place}",
+                run=conversation,
+                args={"policy": policy, "speed": speed, "overrides": WINDOW},
+            )
+            for place, speed in (("stable", STABLE), ("knee", KNEE))
+            for name, policy in POLICIES.items()
+        ),
+        *(
+            Cell(name=f"{name}, {place}", run=agents, args={"policy": policy, **args})
+            for place, args in AGENTS.items()
+            for name, policy in POLICIES.items()
+        ),
+    ),
+    traces=("coding-agent",),
+    seeds=(1, 2, 3, 4, 5),
+    compare=tuple(
+        Compare(
+            name=f"{metric[5:8].upper()} of TTFT, {place}",
+            metric=metric,
+            ours=f"ours, {place}",
+            theirs=f"3,2,2, {place}",
+            expect=-1,
+            at_most=goal,
+        )
+        for place, goals in (
+            ("stable", (-0.50, -0.324)),
+            ("knee", (-0.75, -0.60)),
+            ("agents", (-0.713, -0.40)),
+            ("recorded", (-0.713, -0.40)),
+        )
+        for metric, goal in zip(("ttft_p50_s", "ttft_p95_s"), goals, strict=True)
+    ),
+    goals=tuple(
+        Goal(name=f"compliance, {place}", cell=f"ours, {place}", metric="compliance", at_least=0.95) for place in PLACES
+    ),
+    columns=(
+        ("ttft_p50_s", "TTFT p50 s", 1.0, 2),
+        ("floor_p50_s", "floor", 1.0, 2),
+        ("ttft_p95_s", "p95 s", 1.0, 2),
+        ("floor_p95_s", "floor", 1.0, 2),
+        ("ttft_p99_s", "p99 s", 1.0, 1),
+        ("compliance", "compliance", 1.0, 3),
+        ("goodput_tokens_per_s", "goodput tok/s", 1.0, 0),
+        ("prefix_hit", "hit", 1.0, 3),
+        ("floor_hit", "floor", 1.0, 3),
+    ),
+    plots=tuple(
+        Bars(
+            title=f"TTFT {metric[5:8]}",
+            metric=metric,
+            cells=tuple(f"{name}, {place}" for place in PLACES for name in POLICIES),
+            unit="seconds",
+            log=True,
+        )
+        for metric in ("ttft_p50_s", "ttft_p95_s")
+    ),
+    quick=Quick(
+        cells=("ours, knee", "3,2,2, knee", "ours, recorded", "3,2,2, recorded"),
+        seeds=3,
+    ),
+    findings=FINDINGS,
+)
