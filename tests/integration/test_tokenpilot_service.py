@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,9 @@ async def around(clean_nats_url: str) -> AsyncIterator[Around]:
 class Process:
     """`python -m tokenfleet.tokenpilot` for site b."""
 
-    def __init__(self, url: str, tmp_path: Path, replica: str, site: str = "b") -> None:
+    def __init__(self, url: str, tmp_path: Path, replica: str, site: str = "b", fleet_toml: str = FLEET) -> None:
         fleet = tmp_path / "fleet.toml"
-        fleet.write_text(FLEET)
+        fleet.write_text(fleet_toml)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tokenfleet.tokenpilot"],
             env={
@@ -298,6 +299,50 @@ async def test_a_standby_takes_over_from_a_stopped_owner(around: Around, clean_n
         for process in processes:
             if process.process.poll() is None:
                 process.end(signal.SIGKILL)
+
+
+async def test_the_owner_is_killed_in_a_burst(around: Around, clean_nats_url: str, tmp_path: Path) -> None:
+    """P05: two routers with half a view each sent a burst to the same instance. kill -9 after half of 300 requests.
+
+    A standby decides within 2 s, with the same view: what the owner booked is booked, and the burst stays even.
+    """
+    instance = FLEET[FLEET.index("[sites.b.instances.b-1]") : FLEET.index("[models.m]")]
+    instance = instance.replace("max_sequences = 32", "max_sequences = 256").replace("= 200000", "= 2000000")
+    six = "".join(instance.replace("b-1", f"b-{n}") for n in range(6))
+    fleet_toml = FLEET.replace(FLEET[FLEET.index("[sites.b.instances.b-0]") : FLEET.index("[models.m]")], six)
+    around.fleet = fleets.parse(fleet_toml.encode())
+    processes = {
+        f"pilot-{n}": Process(clean_nats_url, tmp_path, f"pilot-{n}", fleet_toml=fleet_toml) for n in (1, 2, 3)
+    }
+    try:
+        mark = await around.until(PlacementOwned)
+        around.request("first", input_tokens=40)
+        await around.until(PlacementAssigned, request_id="first")
+        await asyncio.sleep(1.5)  # every instance has reported, every standby has caught up
+        for n in range(300):
+            if n == 150:
+                killed = time.monotonic()
+                processes[mark.owner].process.kill()
+            around.request(f"r{n}", input_tokens=40)
+            if n % 10 == 9:
+                await asyncio.sleep(0.01)
+        first: dict[str, PlacementAssigned] = {}
+        taken_s = 0.0
+        async with asyncio.timeout(15):
+            while len(first) < 301:
+                for event in around.heard:
+                    if isinstance(event, PlacementAssigned):
+                        first.setdefault(event.request_id, event)
+                if not taken_s and any(event.term > mark.term for event in first.values()):
+                    taken_s = time.monotonic() - killed
+                await asyncio.sleep(0.01)
+        loads = Counter(event.instance for event in first.values())
+        assert max(loads.values()) / (301 / 6) < 1.4, loads
+        assert {event.term for event in first.values()} >= {mark.term}
+        assert taken_s < 2.0, "the lease of a dead owner lasts 1.2 s"
+    finally:
+        for process in processes.values():
+            process.end(signal.SIGKILL)
 
 
 async def test_a_site_that_is_not_in_the_fleet_is_a_clear_end(clean_nats_url: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tokenfleet.fleet import Fleet
 from tokenfleet.tokenpilot.predictor import Model
 from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import Load
+from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.request import Ask
 
 Column = npt.NDArray[np.float64]
@@ -40,43 +41,19 @@ REASONS = (
     "breaker",
 )
 CODE = {reason: code for code, reason in enumerate(REASONS)}
-_COLUMNS = (
-    "heard_ms",
-    "sequences",
-    "prefill_tokens",
-    "done_max",
-    "pairs",
-    "kv_tokens",
-    "decoding",
-    "decoding_kv_tokens",
-    "foreign_sequences",
-    "foreign_kv_tokens",
-    "token_budget",
-    "sequences_max",
-    "sequences_cap",
-    "kv_total",
-    "kv_known",
-    "model_len",
-    "lookahead_tokens",
-    "anchor_ms",
-    "rate",
-    "delay_ms",
-    "token_ms",
-    "pair_ms",
-    "step_ms",
-    "kv_ms",
-    "tpot_base_ms",
-    "tpot_sequence_ms",
-    "tpot_kv_ms",
-    "tpot_prefill_ms",
-    "tpot_seen_ms",
-    "warmth",
-    "booked_ms",
-    "slowness",
-    "number",
-    "reachable",
-    "breaker",
-)
+#: columns by what changes them: a report; a booking, a breaker, time; what was learned
+_REPORTED = ("token_budget", "sequences_max", "kv_total", "kv_known", "model_len", "rate", "number", "reachable")
+_BOOKED = (
+    "heard_ms", "sequences", "prefill_tokens", "done_max", "pairs", "kv_tokens", "decoding", "decoding_kv_tokens",
+    "foreign_sequences", "foreign_kv_tokens", "sequences_cap", "lookahead_tokens", "anchor_ms", "tpot_seen_ms",
+    "warmth", "booked_ms", "breaker",
+)  # fmt: skip
+_LEARNED = (
+    "delay_ms", "token_ms", "pair_ms", "step_ms", "kv_ms", "tpot_base_ms", "tpot_sequence_ms", "tpot_kv_ms",
+    "tpot_prefill_ms", "slowness",
+)  # fmt: skip
+_COLUMNS = (*_REPORTED, *_BOOKED, *_LEARNED)
+_BOOKED_AT, _LEARNED_AT = len(_REPORTED), len(_REPORTED) + len(_BOOKED)
 #: origins remembered (zone, adapter, version)
 _ORIGINS_MAX = 256
 
@@ -139,8 +116,13 @@ class Board:
         self._origins: dict[tuple[str, str, str], Codes] = {}
         self._asks: dict[tuple[str, str, str], Ask] = {}
         self._statics: list[object] = []
+        #: of each row, the report and the coefficients' lists that it shows
+        self._reports: list[CapacityReported | None] = []
+        self._learned: list[tuple[list[float] | None, list[float] | None]] = []
         #: instances that time alone changes: their breaker is not simply closed, or they began a moment ago
         self.watched: set[str] = set()
+        #: `policy.pace` of the present columns
+        self.paced: tuple[Column, Column, Column, Column] | None = None
         #: instances that changed since they were mirrored
         self.dirty: set[str] = set()
 
@@ -156,22 +138,18 @@ class Board:
         self.hashes = np.frombuffer(b"".join(digests), np.uint64)
         self._origins, self._asks = {}, {}
         self._statics = [None] * len(self.names)
-        self.watched, self.dirty = set(), set()
+        self._reports = [None] * len(self.names)
+        self._learned = [(None, None)] * len(self.names)
+        self.watched, self.dirty, self.paced = set(), set(), None
 
-    def set(
-        self, name: str, heard: Heard, load: Load, model: Model, rate: float | None, number: int, now_ms: float
-    ) -> None:
-        """Mirror one instance."""
+    def set(self, name: str, heard: Heard, load: Load, model: Model, number: int, now_ms: float) -> None:
+        """Mirror one instance: what has not changed since the last time is left as it is."""
+        self.paced = None
         row, report, knobs = self.row[name], heard.report, self.knobs
-        declared = self.fleet.sites[self.site].instances.get(name)
-        sequences_max = report.max_sequences
-        if sequences_max is None:
-            sequences_max = declared.max_sequences if declared is not None else knobs.unknown_kv_sequences
-        total = report.kv_tokens_total
-        if total is None and declared is not None and declared.kv_tokens > 0:
-            total = declared.kv_tokens
-        if total is None:
-            sequences_max = min(sequences_max, knobs.unknown_kv_sequences)
+        self.heards[row] = heard
+        if report is not self._reports[row]:
+            self._reports[row] = report
+            self._report(row, name, heard, number)
         cap, blocked = np.inf, 0.0
         if load.breaker.opened_ms is not None:
             state = load.breaker.state(now_ms, knobs)
@@ -183,10 +161,7 @@ class Board:
             self.watched.add(name)
         else:
             self.watched.discard(name)
-        multiples = model.ttft.multiples
-        prior = model.ttft.prior
-        per_token = model.tpot.coefficients()
-        self._data[:, row] = (
+        self._data[_BOOKED_AT:_LEARNED_AT, row] = (
             heard.heard_ms,
             load.sequences,
             load.prefill_tokens,
@@ -197,26 +172,44 @@ class Board:
             load.decoding_kv_tokens * load.kv_scale,
             load.foreign_sequences,
             load.foreign_kv_tokens,
-            report.token_budget,
-            sequences_max,
             cap,
-            np.inf if total is None else total,
-            report.kv_tokens_total is not None,
-            np.inf if report.max_model_len is None else report.max_model_len,
             int(load.lookahead(knobs) * report.token_budget),
             load.anchor_ms,
-            np.nan if rate is None else rate,
-            *(p * m for p, m in zip(prior, multiples, strict=True)),
-            *per_token,
             np.nan if load.tpot_ms is None else load.tpot_ms,
             warmth,
             load.booked_ms,
-            model.slowness,
-            number,
-            bool(report.endpoint_url),
             blocked,
         )
-        self.heards[row] = heard
+        learned = (model.ttft.multiples, model.tpot.multiples)
+        known = self._learned[row]
+        if learned[0] is not known[0] or learned[1] is not known[1]:
+            # Learning makes new lists; lists of equal instances may be copied from one another.
+            self._learned[row] = learned
+            ttft, tpot = model.ttft.coefficients(), model.tpot.coefficients()
+            self._data[_LEARNED_AT:, row] = (*ttft, *tpot, model.slowness)
+
+    def _report(self, row: int, name: str, heard: Heard, number: int) -> None:
+        report, knobs = heard.report, self.knobs
+        declared = self.fleet.sites[self.site].instances.get(name)
+        sequences_max = report.max_sequences
+        if sequences_max is None:
+            sequences_max = declared.max_sequences if declared is not None else knobs.unknown_kv_sequences
+        total = report.kv_tokens_total
+        if total is None and declared is not None and declared.kv_tokens > 0:
+            total = declared.kv_tokens
+        if total is None:
+            sequences_max = min(sequences_max, knobs.unknown_kv_sequences)
+        rate = prefill_rate(self.fleet, self.site, heard)
+        self._data[:_BOOKED_AT, row] = (
+            report.token_budget,
+            sequences_max,
+            np.inf if total is None else total,
+            report.kv_tokens_total is not None,
+            np.inf if report.max_model_len is None else report.max_model_len,
+            np.nan if rate is None else rate,
+            number,
+            bool(report.endpoint_url),
+        )
         static = (
             report.ready, report.draining, report.zone, report.model, report.version, report.routable_from,
             report.adapters, report.instance, report.site,
@@ -266,3 +259,14 @@ class Board:
 
 #: an odd 64-bit constant that spreads bits (splitmix64's)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
+
+
+def prefill_rate(fleet: Fleet, site: str, heard: Heard) -> float | None:
+    """Prompt tokens per second: what the agent says (observed, or declared), else the fleet file, else unknown."""
+    report = heard.report
+    if report.prefill_tokens_per_s is not None and report.prefill_tokens_per_s > 0:
+        return report.prefill_tokens_per_s
+    declared = fleet.sites[site].instances.get(report.instance)
+    if declared is not None and declared.prefill_tokens_per_s > 0:
+        return declared.prefill_tokens_per_s
+    return None

@@ -14,7 +14,7 @@ import numpy as np
 from tokenfleet import prefix
 from tokenfleet.eligibility import Heard
 from tokenfleet.tokenpilot import lanes, policy
-from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column, Mask
+from tokenfleet.tokenpilot.board import REASONS, Board, Codes, Column, Mask, prefill_rate
 from tokenfleet.tokenpilot.desk import INFINITY, Desk
 from tokenfleet.tokenpilot.policy import NO_ROOM, Asked, Candidate, Lack, Room, Situation
 from tokenfleet.tokenpilot.predictor import Model, bucket, tpot_features, ttft_features
@@ -25,8 +25,8 @@ from tokenfleet_schemas.request import Ask
 
 #: pools up to this size are named in full in every decision
 _NAMED_MAX = 16
-#: how old the knowledge may be of who was held long enough, ms
-_AGED_MS = 250.0
+#: how old the knowledge may be of who was held long enough, and of which sizes arrive, ms
+_AGED_MS, _NEEDS_MS = 250.0, 500.0
 _LACKS: tuple[Lack, ...] = ("", "sequences", "kv_tokens", "prefill_tokens")
 
 
@@ -56,7 +56,7 @@ class Choosing(Desk):
         ahead, soon = board.prefill_tokens, 0.0 * board.prefill_tokens
         if self._reckons:
             _, _, _, per_token_ms = policy.pace(board)
-            ahead = ahead - policy.progress(board, per_token_ms, now_ms)
+            situation.left = ahead = ahead - policy.progress(board, per_token_ms, now_ms)
             soon = self.knobs.feedback_ms / per_token_ms
         prefill_left = np.maximum(0.0, board.lookahead_tokens - ahead)
         lacks = np.where((asked.prefill_tokens > prefill_left) & (ahead > soon), 3, 0)
@@ -181,8 +181,7 @@ class Choosing(Desk):
             self._mirror(board, name, heard, now_ms)
 
     def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
-        rate = policy.prefill_rate(self.fleet, self.site, heard)
-        board.set(name, heard, self.state.load(name), self._model(name, heard), rate, self.index.number(name), now_ms)
+        board.set(name, heard, self.state.load(name), self._model(name, heard), self.index.number(name), now_ms)
 
     def _bound_tokens(self, ask: Ask, board: Board, waiting: Waiting) -> Column:
         """Prefill that others have bound to each instance."""
@@ -301,13 +300,13 @@ class Choosing(Desk):
             return None
         key, count = (pool.model, pool.version), int(able.sum())
         known = self._needs.get(key)
-        if known is None or known[0] != (pool.sizes.at_ms, count):
+        if known is None or known[1] != count or pool.sizes.at_ms - known[0] > _NEEDS_MS:
             _, _, _, per_token_ms = policy.pace(board)
             needs = pool.sizes.needs(count, 1000.0 / float(per_token_ms.mean()))
             first = int(np.argmax(needs >= 1.0))
             border = lanes.LONG * float(lanes.EDGES[first]) if needs[first] >= 1.0 else INFINITY
-            known = self._needs[key] = (pool.sizes.at_ms, count), border, needs
-        return lanes.longest(known[2], ahead, able) if tokens > known[1] else None
+            known = self._needs[key] = pool.sizes.at_ms, count, border, needs
+        return lanes.longest(known[3], ahead, able) if tokens > known[2] else None
 
     def _aged(self, waiting: Waiting, tokens: float, board: Board, now_ms: float) -> bool:
         """Whether it has been held long enough for others' sake: nobody waits for ever for its lane."""
@@ -346,7 +345,7 @@ class Choosing(Desk):
         key = f"{report.model} {report.version}"
         known = self.state.models.get(instance)
         if known is None or known.key != key:
-            rate = policy.prefill_rate(self.fleet, self.site, heard)
+            rate = prefill_rate(self.fleet, self.site, heard)
             known = Model.of(key, rate, self.knobs.unknown_prefill_tokens_per_s)
             self.state.models[instance] = known
             self._few = None

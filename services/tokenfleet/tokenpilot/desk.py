@@ -92,9 +92,9 @@ class Desk:
         self._unconfirmed: dict[str, Booking] = {}
         #: instances whose room changed while this message was handled
         self._touched: set[str] = set()
-        #: by (model, version): what `lanes` needs (its key, smallest size that may be limited, instances per border),
-        #: the limits at a time, and the longest hold that was held long enough at a time
-        self._needs: dict[tuple[str, str], tuple[tuple[float, int], float, Column]] = {}
+        #: by (model, version): what `lanes` needs (when, of how many, smallest size that may be limited, instances per
+        #: border), the limits at a time, and the longest hold that was held long enough at a time
+        self._needs: dict[tuple[str, str], tuple[float, int, float, Column]] = {}
         self._limits: dict[tuple[str, str], tuple[float, Column | None]] = {}
         self._aged_tokens: dict[tuple[str, str], tuple[float, float]] = {}
         self._wake_ms = INFINITY

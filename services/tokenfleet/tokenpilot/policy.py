@@ -119,6 +119,8 @@ class Situation(msgspec.Struct):
     board: Board | None = None
     #: price of compute that a prefill burns, in its own time
     burn_price: float = 0.0
+    #: booked prefill that cannot be computed yet by now; None: not reckoned
+    left: Column | None = None
     #: prefill of others that waits for each instance's room and for no other
     bound_tokens: Column = np.zeros(0)
     terms: dict[str, Column] = {}
@@ -227,15 +229,16 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     """J: the request's own time to the first token, and a price on the compute that it burns and the delay it inflicts.
 
     J = wait + own + kv + (mu + w N) own, where mu grows with the load of the pool (`Situation.burn_price`) and N counts
-    the sequences there: a prefill delays all of them. Time by
-    which the first token (with the class's margin) would be late costs extra, as much as compute where another would
-    be in time; time by which each token would be late costs once more. The time to the first token is the predictor's,
-    from the prefill ahead as it must be by now.
+    the sequences there: a prefill delays all of them. Time by which the first token (with the class's margin) would be
+    late costs extra, as much as compute where another would be in time; time by which each token would be late costs
+    once more. The time to the first token is the predictor's, from the prefill ahead as it must be by now.
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens
     decoding, budget, kv_read, per_token_ms = pace(board)
-    left = board.prefill_tokens - progress(board, per_token_ms, situation.now_ms)
+    left = situation.left
+    if left is None:
+        left = board.prefill_tokens - progress(board, per_token_ms, situation.now_ms)
     ahead = left + situation.bound_tokens
     ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
     own_pairs = own * (hit + own / 2.0)
@@ -306,11 +309,14 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
 
 def pace(board: Board) -> tuple[Column, Column, Column, Column]:
     """Sequences that decode, prompt tokens per step, KV tokens read per step, and time per prompt token, ms."""
+    if board.paced is not None:
+        return board.paced
     decoding = board.decoding + board.foreign_sequences
     budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
     kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
     per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
-    return decoding, budget, kv_read, per_token_ms
+    board.paced = decoding, budget, kv_read, per_token_ms
+    return board.paced
 
 
 def progress(board: Board, per_token_ms: Column, now_ms: float) -> Column:
@@ -399,17 +405,6 @@ def preferences(terms: dict[str, Column], ties: Column) -> Column:
 
 
 # ---------------------------------------------------------------------------------------------- numbers
-
-
-def prefill_rate(fleet: Fleet, site: str, heard: Heard) -> float | None:
-    """Prompt tokens per second: what the agent says (observed, or declared), else the fleet file, else unknown."""
-    report = heard.report
-    if report.prefill_tokens_per_s is not None and report.prefill_tokens_per_s > 0:
-        return report.prefill_tokens_per_s
-    declared = fleet.sites[site].instances.get(report.instance)
-    if declared is not None and declared.prefill_tokens_per_s > 0:
-        return declared.prefill_tokens_per_s
-    return None
 
 
 def expected_tokens(ask: Ask, tokens: float) -> int:

@@ -167,8 +167,8 @@ def bucket(ahead_steps: float, decoding: float, sequences_max: float) -> int:
     return queue * _DECODE_BUCKETS + full
 
 
-#: features of a prompt of 4,000 tokens that nobody shares or delays
-_MIDDLING = (0.0, 4000.0, 8e6, 1.0, 0.0)
+#: a prompt of middling length, tokens
+_MIDDLING = 4000.0
 
 
 class Model(msgspec.Struct):
@@ -202,9 +202,9 @@ class Model(msgspec.Struct):
     @property
     def slowness(self) -> float:
         """Prefill time of a prompt of middling length as it was learned, over its prior's."""
-        times = zip(_MIDDLING, self.ttft.prior, self.ttft.multiples, strict=True)
-        parts = [(x * p, x * p * m) for x, p, m in times]
-        return sum(learned for _, learned in parts) / sum(prior for prior, _ in parts)
+        (_, token, pair, step, _), (_, by, by_pair, by_step, _) = self.ttft.prior, self.ttft.multiples
+        token, pair = _MIDDLING * token, _MIDDLING * _MIDDLING / 2.0 * pair
+        return (by * token + by_pair * pair + by_step * step) / (token + pair + step)
 
     @property
     def known(self) -> bool:
