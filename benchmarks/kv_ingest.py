@@ -18,7 +18,7 @@ import msgspec
 from tokenfleet import fleet as fleets
 from tokenfleet import prefix
 from tokenfleet.siteagent.kv_events import Blocks, Content, Feed, Keys
-from tokenfleet.tokenpilot.exact_index import Digests, ExactIndex
+from tokenfleet.tokenpilot.exact_index import ExactIndex
 from tokenfleet.tokenpilot.prefix_index import PrefixIndex
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.kv import KvChanged
@@ -107,11 +107,11 @@ def pilot(instances: int, seconds: float, per_message: int = 128) -> dict[str, f
 
 
 def memory(digests: int = 200_000, *, kept: int = 1_000_000) -> float:
-    """Bytes per digest of the plain content at the worst moment: growing, or with `kept` fewer, under replacement."""
+    """Bytes per digest of one instance at the worst moment: growing, or with `kept` fewer, under replacement."""
     dice = random.Random(1)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    content = Digests(kept)
+    content = PrefixIndex(kept)
     worst = 0.0
     for n in range(0, digests, 1000):
         content.store("b1", [dice.getrandbits(64) for _ in range(1000)])

@@ -6,17 +6,18 @@ are. Where an engine says what it holds, `store` and `remove` follow it; where i
 sent there and forgets the least recently used beyond the instance's KV capacity, as vLLM's block pool does. A new
 incarnation clears an instance. It is advice, not state: a checkpoint leaves it out and it fills again by itself.
 
-A posting is an integer used as a bit set over instance numbers; equal ones are one object. That is about 150 bytes for
-a digest on one instance and 55 for each further instance, which stands for 64 tokens: four blocks of vLLM's usual 16.
+A posting is the number of a bit set over instance numbers. That is 20 to 40 bytes for a digest and 35 to 65 for each
+instance that holds it (its place in the order of use), for 64 tokens: four blocks of vLLM's usual 16.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenfleet import prefix
+from tokenfleet.tokenpilot.digest_table import DigestTable, Numbers
 
 #: a prompt's digests as numbers, in order
 Chain = npt.NDArray[np.uint64]
@@ -24,8 +25,11 @@ EMPTY: Chain = np.zeros(0, np.uint64)
 
 #: positions that are looked at before the search: where none of them is known, nothing is shared
 _FIRST = (0, 1, 3, 7)
-#: distinct sets remembered to be shared
+#: numbers of sets above which those without a digest are thrown out
 _SETS_MAX = 65_536
+#: a batch is lengthened up to so many digests; batches are numbered anew from here
+_BATCH_MAX = 512
+_NUMBER_MAX = (1 << 28) - 1
 
 
 def chain_of(data: bytes) -> Chain:
@@ -35,21 +39,108 @@ def chain_of(data: bytes) -> Chain:
     return np.frombuffer(data, np.uint64)
 
 
+class _Use:
+    """What one instance holds, in the order of last use: batches of digests, and each one's last batch."""
+
+    def __init__(self) -> None:
+        #: digest → its last batch's number, times 16, and the logarithm of the chunks that it stands for
+        self.last = DigestTable()
+        self.batches: deque[tuple[int, Chain]] = deque()
+        #: digests in `batches`, those included that were used again since
+        self.logged = 0
+        #: chunks of 64 tokens that are held
+        self.chunks = 0
+        self.number = 0
+
+    def touch(self, digests: Chain, stride: int) -> Chain:
+        """Use these now, the first soonest to be forgotten; says which of them are new here."""
+        if self.number >= _NUMBER_MAX:
+            self._number_anew()
+        places = self.last.claim(digests)
+        before = self.last.at(places)
+        if self._joins(digests, before):
+            self.batches[-1] = self.number, np.concatenate([self.batches[-1][1], digests])
+        else:
+            self.number += 1
+            self.batches.append((self.number, digests))
+        self.last.write(places, (self.number << 4) + stride.bit_length())
+        self.logged += len(digests)
+        self.chunks += stride * len(digests) - int(_chunks(before).sum())
+        if self.logged > 2 * len(self.last) + 1024:
+            self._compact()
+        new: Chain = digests[before == 0]
+        return new
+
+    def _joins(self, digests: Chain, before: Numbers) -> bool:
+        """Whether they can lengthen the last batch: engines tell of a few at a time, and a batch costs 200 bytes."""
+        if not self.batches or self.batches[-1][0] != self.number:
+            return False
+        return len(self.batches[-1][1]) + len(digests) <= _BATCH_MAX and not (before >> 4 == self.number).any()
+
+    def drop(self, digests: Chain) -> Chain:
+        """Hold these no more; says which of them were held."""
+        places = self.last.find(digests)
+        before = self.last.at(places)
+        self.chunks -= int(_chunks(before).sum())
+        held = before > 0
+        self.last.write(places[held], 0)
+        found: Chain = digests[held]
+        return found
+
+    def forget(self, chunks: int) -> Chain:
+        """Drop the least recently used ones that stand for at least so many chunks."""
+        gone: list[Chain] = []
+        while chunks > 0 and self.batches:
+            number, digests = self.batches.popleft()
+            numbers = self.last.numbers(digests)
+            held = numbers >> 4 == number
+            digests, sizes = digests[held], _chunks(numbers[held])
+            count = int(np.searchsorted(np.cumsum(sizes), chunks)) + 1
+            self.logged -= len(held)
+            if count < len(digests):
+                self.batches.appendleft((number, digests[count:].copy()))
+                self.logged += len(digests) - count
+            gone.append(self.drop(digests[:count]))
+            chunks -= int(sizes[:count].sum())
+        return np.concatenate(gone) if gone else EMPTY
+
+    def _compact(self) -> None:
+        """Leave out what was used again since."""
+        kept = [(number, digests[self.last.numbers(digests) >> 4 == number].copy()) for number, digests in self.batches]
+        self.batches = deque(one for one in kept if len(one[1]))
+        self.logged = sum(len(digests) for _, digests in self.batches)
+
+    def _number_anew(self) -> None:
+        self._compact()
+        for new, (_, digests) in enumerate(list(self.batches), start=1):
+            sizes = self.last.numbers(digests) & 15
+            self.last.put(digests, (np.uint32(new << 4) + sizes).astype(np.uint32))
+            self.batches[new - 1] = (new, digests)
+        self.number = len(self.batches)
+
+
+def _chunks(numbers: Numbers) -> npt.NDArray[np.int64]:
+    """Chunks that entries of `_Use.last` stand for; 0 for what is not there."""
+    sizes = (numbers & 15).astype(np.int64)
+    return np.where(sizes > 0, 1 << np.maximum(sizes - 1, 0), 0)
+
+
 class PrefixIndex:
     """Digests by instance, and instances by digest."""
 
     def __init__(self, digests_max: int) -> None:
         self.digests_max = digests_max
-        self._postings: dict[int, int] = {}
-        #: per instance, most recently used last: digest → chunks of 64 tokens that it stands for
-        self._known: dict[str, dict[int, int]] = {}
-        #: chunks in `_known`, and how many the instance's KV has room for
-        self._chunks: dict[str, int] = {}
+        #: digest → number of the set of those that hold it
+        self._postings = DigestTable()
+        #: sets as bits, by number; 0 is nobody
+        self._sets: list[int] = [0]
+        self._set_numbers: dict[int, int] = {0: 0}
+        self._sets_max = _SETS_MAX
+        self._uses: dict[str, _Use] = {}
+        #: chunks that the instance's KV has room for
         self._limits: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._free: list[int] = []
-        #: one object per distinct bit set
-        self._sets: dict[int, int] = {}
 
     def number(self, instance: str) -> int:
         """The bit that stands for an instance; kept until `clear(..., gone=True)`."""
@@ -63,6 +154,12 @@ class PrefixIndex:
         """All numbers are below this."""
         return len(self._numbers) + len(self._free)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of what grows with digests."""
+        uses = sum(use.last.nbytes + sum(digests.nbytes for _, digests in use.batches) for use in self._uses.values())
+        return self._postings.nbytes + uses
+
     def limit(self, instance: str, kv_tokens: int | None) -> None:
         """The instance's KV capacity, tokens; None: unknown, then the index's own bound rules."""
         chunks = self.digests_max if kv_tokens is None else min(self.digests_max, kv_tokens // prefix.CHUNK_TOKENS)
@@ -70,85 +167,47 @@ class PrefixIndex:
 
     def add(self, instance: str, chain: Chain, stride: int = 1) -> None:
         """A prompt with this chain was sent to the instance."""
-        known = self._known.setdefault(instance, {})
         limit = self._limits.get(instance, self.digests_max)
-        chunks = self._chunks.get(instance, 0)
-        bit = 1 << self.number(instance)
         # The end first: the beginning of a prompt is forgotten last, so a known digest implies its known parents.
-        postings, sets = self._postings, self._shared_sets()
-        for digest in chain[: max(1, limit // stride)][::-1].tolist():
-            before = known.pop(digest, 0)
-            if not before:  # as `_put`
-                bits = postings.get(digest, 0) | bit
-                postings[digest] = sets.setdefault(bits, bits)
-            known[digest] = stride
-            chunks += stride - before
-        if chunks > limit:
-            # Looked for in one go: the way to a dict's front gets longer with each that is taken from there.
-            oldest = []
-            for digest, count in known.items():
-                oldest.append(digest)
-                chunks -= count
-                if chunks <= limit:
-                    break
-            for digest in oldest:
-                del known[digest]
-                self._take(digest, bit)
-        self._chunks[instance] = chunks
+        self._use(instance, _once(chain[: max(1, limit // stride)][::-1]), stride)
+        use = self._uses[instance]
+        if use.chunks > limit:
+            self._take(use.forget(use.chunks - limit), 1 << self.number(instance))
 
     def store(self, instance: str, digests: Sequence[int]) -> None:
         """The engine says that it holds these; bounded as `add` is."""
-        known = self._known.setdefault(instance, {})
         limit = self._limits.get(instance, self.digests_max)
-        bit = 1 << self.number(instance)
-        chunks = self._chunks.get(instance, 0)
-        for digest in reversed(digests):  # a prompt's beginning is forgotten last here too
-            before = known.pop(digest, 0)
-            if not before:
-                self._put(digest, bit)
-            known[digest] = 1
-            chunks += 1 - before
-        if chunks > limit:
-            # A sixteenth at once: taking single ones from a dict's front gets slower with each.
-            spare = chunks - limit + limit // 16
-            for digest in list(islice(known, spare)):
-                if spare <= 0:
-                    break
-                count = known.pop(digest)
-                spare, chunks = spare - count, chunks - count
-                self._take(digest, bit)
-        self._chunks[instance] = chunks
+        # A prompt's beginning is forgotten last here too.
+        self._use(instance, _once(np.array(digests, np.uint64)[::-1]), 1)
+        use = self._uses[instance]
+        if use.chunks > limit:
+            # A sixteenth at once: it is for engines that say more than they can hold, not for every message.
+            self._take(use.forget(use.chunks - limit + limit // 16), 1 << self.number(instance))
 
     def remove(self, instance: str, digests: Iterable[int]) -> None:
         """The engine says that it has dropped these."""
-        known = self._known.get(instance)
-        if not known:
-            return
-        bit = 1 << self.number(instance)
-        for digest in digests:
-            chunks = known.pop(digest, 0)
-            if chunks:
-                self._chunks[instance] -= chunks
-                self._take(digest, bit)
+        use = self._uses.get(instance)
+        if use is not None:
+            self._take(use.drop(_once(np.array(list(digests), np.uint64))), 1 << self.number(instance))
 
     def hits(self, chain: Chain, stride: int) -> list[tuple[int, int]]:
         """(tokens, bit set): who holds exactly so long a beginning of the prompt; shortest first."""
-        get = self._postings.get
+        get, sets = self._postings.get, self._sets
         at_ = chain.item
-        low = next((at for at in _FIRST if at < len(chain) and at_(at) in self._postings), None)
+        low = next((at for at in _FIRST if at < len(chain) and get(at_(at))), None)
         if low is None:
             return []
-        bits, found = get(at_(low), 0), []
+        bits, found = sets[get(at_(low))], []
         while bits:
             # The furthest position that all of `bits` still hold; sets only shrink along a chain.
             high = len(chain) - 1
             while low < high:
                 middle = (low + high + 1) // 2
-                if get(at_(middle), 0) & bits == bits:
+                if sets[get(at_(middle))] & bits == bits:
                     low = middle
                 else:
                     high = middle - 1
-            rest = get(at_(low + 1), 0) & bits if low + 1 < len(chain) else 0
+            rest = sets[get(at_(low + 1))] & bits if low + 1 < len(chain) else 0
             found.append(((low + 1) * stride * prefix.CHUNK_TOKENS, bits & ~rest))
             bits, low = rest, low + 1
         return found
@@ -168,30 +227,63 @@ class PrefixIndex:
 
     def clear(self, instance: str, *, gone: bool = False) -> None:
         """The instance began anew, or is gone."""
-        known = self._known.pop(instance, {})
-        bit = 1 << self.number(instance)
-        for digest in known:
-            self._take(digest, bit)
-        self._chunks.pop(instance, None)
+        use = self._uses.pop(instance, None)
+        if use is not None:
+            self._take(use.last.entries()[0], 1 << self.number(instance))
         if gone:
             self._limits.pop(instance, None)
             self._free.append(self._numbers.pop(instance))
 
     def __len__(self) -> int:
-        return sum(len(known) for known in self._known.values())
+        return sum(len(use.last) for use in self._uses.values())
 
-    def _shared_sets(self) -> dict[int, int]:
-        if len(self._sets) > _SETS_MAX:
-            self._sets = {}  # those in use stay alive in their postings
-        return self._sets
+    def _use(self, instance: str, digests: Chain, stride: int) -> None:
+        new = self._uses.setdefault(instance, _Use()).touch(digests, stride)
+        bit = 1 << self.number(instance)
+        if new.size:
+            places = self._postings.claim(new)
+            self._postings.write(places, self._changed(self._postings.at(places), bit, True))
 
-    def _put(self, digest: int, bit: int) -> None:
-        bits = self._postings.get(digest, 0) | bit
-        self._postings[digest] = self._shared_sets().setdefault(bits, bits)
+    def _take(self, digests: Chain, bit: int) -> None:
+        if not digests.size:
+            return
+        places = self._postings.find(digests)
+        self._postings.write(places, self._changed(self._postings.at(places), bit, False))
 
-    def _take(self, digest: int, bit: int) -> None:
-        bits = self._postings.get(digest, 0) & ~bit
-        if bits:
-            self._postings[digest] = self._sets.setdefault(bits, bits)
+    def _changed(self, numbers: Numbers, bit: int, holds: bool) -> Numbers:
+        """Numbers of the same sets with one instance more, or less."""
+        first = numbers[0]
+        if (numbers == first).all():
+            distinct, which = numbers[:1], np.zeros(len(numbers), np.intp)
         else:
-            self._postings.pop(digest, None)
+            distinct, which = np.unique(numbers, return_inverse=True)
+        changed = [self._sets[n] | bit if holds else self._sets[n] & ~bit for n in distinct.tolist()]
+        if len(self._sets) > self._sets_max:
+            self._fewer_sets()
+        return np.array([self._set_number(bits) for bits in changed], np.uint32)[which]
+
+    def _set_number(self, bits: int) -> int:
+        found = self._set_numbers.get(bits)
+        if found is None:
+            found = self._set_numbers[bits] = len(self._sets)
+            self._sets.append(bits)
+        return found
+
+    def _fewer_sets(self) -> None:
+        """Keep the sets that some digest has."""
+        used = np.unique(self._postings.entries()[1])
+        by = np.zeros(len(self._sets), np.uint32)
+        by[used] = np.arange(1, len(used) + 1)
+        self._sets = [0, *(self._sets[n] for n in used.tolist())]
+        self._set_numbers = {bits: n for n, bits in enumerate(self._sets)}
+        self._postings.renumber(by)
+        self._sets_max = max(_SETS_MAX, 2 * len(self._sets))
+
+
+def _once(digests: Chain) -> Chain:
+    """Each digest at its first place: whoever says one twice must not count for two."""
+    ordered = np.sort(digests)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return digests
+    _, first = np.unique(digests, return_index=True)
+    return digests[np.sort(first)]
