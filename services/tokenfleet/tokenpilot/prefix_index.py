@@ -232,7 +232,9 @@ class PrefixIndex:
             self._take(use.last.entries()[0], 1 << self.number(instance))
         if gone:
             self._limits.pop(instance, None)
-            self._free.append(self._numbers.pop(instance))
+            number = self._numbers.pop(instance, None)
+            if number is not None:
+                self._free.append(number)
 
     def __len__(self) -> int:
         return sum(len(use.last) for use in self._uses.values())

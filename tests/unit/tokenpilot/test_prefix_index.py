@@ -75,6 +75,7 @@ def test_what_engines_say_is_followed_and_a_gone_instance_leaves_nothing() -> No
         index.clear(f"x{n}", gone=True)
     index.clear("a")
     index.clear("b", gone=True)
+    index.clear("never heard of", gone=True)
     assert len(index) == 0
     assert not len(index._postings)
     assert index.numbers <= 3
