@@ -54,6 +54,8 @@ class Arrival(msgspec.Struct, kw_only=True):
     pause_ms: float = 0.0
     #: sent when the one before it is answered
     follows: bool = False
+    #: of its trace; empty: stands alone
+    session: str = ""
     #: empty: made of seed and index. Ties break by it, so a live run's can be had again
     request_id: str = ""
 
@@ -178,6 +180,7 @@ def _arrival(
         blocks=row.blocks,
         block_tokens=block_tokens,
         salt=salts[one.tenant],
+        session="" if row.session is None else f"{source.entry} {row.session}",
     )
 
 

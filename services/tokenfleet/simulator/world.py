@@ -5,6 +5,7 @@ ones, one replica each: a TokenPilot per site with instances, SLOMax, FleetMind 
 gateway per entry. Offices are theirs from the beginning; elections are the runtime's affair and not simulated.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,6 +36,9 @@ from tokenfleet_schemas.request import Ask
 
 #: virtual time after the last outcome, for the last messages to arrive
 SETTLE_MS = 2_500.0
+#: of a prompt as it travels, and of an answer as it is streamed (one chunk of an SSE stream per token)
+BYTES_PER_TOKEN = 4
+STREAMED_BYTES_PER_TOKEN = 200
 #: how often a run looks whether it is over, and tells its progress
 LOOK_MS = 1_000.0
 #: a gauge with one of these beginnings counts something of which a quiet fleet has none
@@ -134,7 +138,7 @@ class Entry:
             stream=True,
             input_tokens=arrival.input_tokens,
             output_budget_tokens=arrival.output_budget_tokens,
-            request_bytes=4 * arrival.input_tokens,
+            request_bytes=BYTES_PER_TOKEN * arrival.input_tokens,
             prefix=packed,
             prefix_stride=stride,
             received_unix_ms=int(now_ms),
@@ -182,6 +186,7 @@ class Entry:
             block_names=arrival.block_names(instance.profile.block_tokens),
             priority=world.fleet.classes[arrival.service_class].tier,
         )
+        world.traffic[self.site, instance.site, arrival.tenant] += BYTES_PER_TOKEN * arrival.input_tokens
         world.loop.at(world.loop.now_ms + way_ms, self._send, attempt, work)
 
     def _send(self, attempt: Attempt, work: Work) -> None:
@@ -229,6 +234,8 @@ class Entry:
         status: int = 0,
     ) -> None:
         live, now_ms = attempt.live, self.world.loop.now_ms
+        way = (self.site, attempt.instance.site, live.arrival.tenant)
+        self.world.traffic[way] += STREAMED_BYTES_PER_TOKEN * tokens
         live.attempt = None
         if outcome == "completed":
             status = 200
@@ -325,6 +332,8 @@ class World:
         self.records = [self._record(arrival) for arrival in self.arrivals]
         #: requests whose gateway died: the accountant closes them
         self.orphans: set[str] = set()
+        #: entry, site that served, tenant → bytes of bodies and answers between them
+        self.traffic: Counter[tuple[str, str, str]] = Counter()
         self._open = len(self.arrivals)
         self._on_progress = on_progress
         #: called every virtual second, for tests
