@@ -1,8 +1,9 @@
 """F01 as a property: whatever is heard, in whatever order, no request is placed outside the sites it may go to.
 
 Forged holds at forbidden sites, fallbacks of others to forbidden sites, agents that report under another site's name,
-retries, moves, takeovers and reloads are all among the events. And whatever happened, when every request has had its
-end, every counter is exactly zero.
+summaries that say that the prompt is cached over the border, probes that say that the way there is short and the way
+home dead, promises and plans for forbidden sites, retries, moves, takeovers and reloads are among the events. And
+whatever happened, when every request has had its end, every counter is exactly zero.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from tests.simulation.harness import SMALL, Engine, report
+from tests.simulation.harness import SMALL, START_MS, Engine, report
 from tests.simulation.messages import (
     Bench,
     admitted,
@@ -25,10 +26,15 @@ from tests.simulation.messages import (
 )
 
 from tokenfleet import fleet as fleets
+from tokenfleet import prefix
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.slomax.core import SLOMax
+from tokenfleet_schemas.capacity import CapacityProbed
 from tokenfleet_schemas.event import Event
+from tokenfleet_schemas.kv import KvSummarised
 from tokenfleet_schemas.placement import PlacementReleased, PlacementRequested, PlacementWithdrawn
+from tokenfleet_schemas.plan import PlanIssued, Target
+from tokenfleet_schemas.reservation import ReservationGranted, ReservationRevoked
 
 SITES = "bcd"
 INSTANCES = '[sites.d]\nzone = "us"\n' + "".join(
@@ -77,6 +83,10 @@ KINDS = (
     "office",
     "reload",
     "restore",
+    "probe",
+    "summary",
+    "promise",
+    "plan",
 )
 
 #: no explain phase: a script has hundreds of values, and each would be varied
@@ -96,8 +106,12 @@ steps = st.lists(
 )
 
 
+#: all ask for the same: whoever holds it attracts them
+DIGESTS = bytes(range(8 * 12))
+
+
 def ask_of(n: int) -> Any:
-    return make_ask(f"r{n}", tenant=WHO[n % len(WHO)])
+    return make_ask(f"r{n}", tenant=WHO[n % len(WHO)], prefix=prefix.pack(DIGESTS)[0])
 
 
 def event_of(kind: str, n: int, site: str, revision: int, flag: bool) -> Event | None:
@@ -122,6 +136,44 @@ def event_of(kind: str, n: int, site: str, revision: int, flag: bool) -> Event |
         return finished(ask, "failed", attempt=attempt, final=False, instance=f"{site}-{n % 2}")
     if kind == "offered":
         return offered(f"{site}-{n % 2}", revision=revision * 100 + n, held=1 + n)
+    if kind == "probe":
+        return CapacityProbed(
+            id=f"p{n}{site}{revision}{flag}",
+            site="a",
+            other_site=site,
+            revision=revision,
+            rtt_ms=(1.0, 900.0, None)[n % 3],
+            loss=(0.0, 0.9)[flag],
+            bytes_per_s=(None, 1e3, 1e9)[n % 3],
+        )
+    if kind == "summary":
+        number = 10 * revision + n
+        return KvSummarised(
+            id=f"kv{site}{number}", site=site, model="m", sequence=number, digests=DIGESTS if flag else b"", hits=()
+        )
+    if kind == "promise":
+        return ReservationGranted(
+            id=f"g{n}{site}{revision}",
+            cause=f"asked-{n}",
+            term=1000,
+            site=site,
+            reservation=f"promise-{n}",
+            model="m",
+            tenant=WHO[n % len(WHO)] if flag else "",
+            gpu_seconds_per_s=1.0 + revision,
+            from_unix_ms=0,
+            until_unix_ms=int(START_MS) + 3_600_000,
+            revision=revision,
+        )
+    if kind == "plan":
+        return PlanIssued(
+            id=f"plan{n}{site}{revision}",
+            term=1000,
+            site=site,
+            model="m",
+            revision=revision,
+            targets=(Target(version="1", replicas=n, prewarmed=int(flag)),),
+        )
     if kind == "withdrawn":
         return PlacementWithdrawn(
             id=f"w{n}{site}{revision}",
@@ -174,6 +226,12 @@ def check(bench: Bench) -> None:
     assert len(ids) == len(set(ids)), "an id was used twice"
     for n in range(6):
         bench.feed(finished(ask_of(n), "cancelled", attempt=0))
+    if isinstance(bench.core, FleetMind):
+        for name, given in list(bench.core.long.state.book.given.items()):
+            revoked = ReservationRevoked(
+                id=f"over-{name}", term=2_000, site=given.site, reservation=name, model="m", reason="over", revision=99
+            )
+            bench.feed(revoked)
     bench.check_zero()
 
 

@@ -90,6 +90,9 @@ class Site(msgspec.Struct):
     rtt_ms: float
     #: prompt tokens that are probably cached there
     hit_tokens: int = 0
+    #: sequences on it, and prompt tokens asked or assigned and not computed yet
+    there: float = 0.0
+    backlog_tokens: float = 0.0
     terms: dict[str, float] = {}
 
     @property
@@ -131,7 +134,7 @@ def transfer_ms(state: State, ask: Ask, site: str, decode_tokens: float) -> floa
     return 1000.0 * (ask.request_bytes + decode_tokens * STREAM_BYTES_PER_TOKEN) / path.bytes_per_s
 
 
-def shares(site: Site, now_ms: float) -> dict[str, float]:
+def shares(site: Site) -> dict[str, float]:
     """Shares of a site's room that are taken; `load` is the largest. A site that holds anything is above 1.
 
     A number that nobody knows makes no term.
@@ -139,12 +142,11 @@ def shares(site: Site, now_ms: float) -> dict[str, float]:
     pool, load = site.pool, site.load
     terms: dict[str, float] = {}
     if pool.sequences_max:
-        terms["sequences"] = sequences_there(pool, load, now_ms) / pool.sequences_max
+        terms["sequences"] = site.there / pool.sequences_max
     if pool.kv_total:
         terms["kv"] = max(pool.kv_used, float(load.booked_kv_tokens) if load is not None else 0.0) / pool.kv_total
     if load is not None and pool.rate:
-        backlog = load.backlog(now_ms) + sum(load.asked.values())
-        terms["prefill"] = backlog / (pool.rate * BACKLOG_FULL_MS / 1000.0)
+        terms["prefill"] = site.backlog_tokens / (pool.rate * BACKLOG_FULL_MS / 1000.0)
     if load is not None and load.held:
         terms["held"] = 1.0 + (load.held_tokens / pool.rate if pool.rate else float(len(load.held)))
     terms["load"] = max(terms.values(), default=0.0)
@@ -159,19 +161,26 @@ def sequences_there(pool: Pool, load: Load | None, now_ms: float) -> float:
     return float(ours + max(0, pool.sequences - load.lately_booked(now_ms)))
 
 
+def count(site: Site, now_ms: float) -> None:
+    """Fill in what is on a site now."""
+    load = site.load
+    site.there = sequences_there(site.pool, load, now_ms)
+    site.backlog_tokens = load.backlog(now_ms) + load.asked_tokens if load is not None else 0.0
+
+
 def wait_ms(site: Site, pace: Pace, own_kv: float, now_ms: float) -> dict[str, float]:
     """Expected time until a newcomer can begin there: the longest of prefill, sequence and KV queues, ms."""
     pool, load = site.pool, site.load
     rate = pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S
-    there = sequences_there(pool, load, now_ms)
+    there = site.there
     if pool.token_budget:
         # Sequences that decode take their token of every step's budget.
         rate *= max(0.1, 1.0 - there / pool.token_budget)
     queued_tokens, queued, queued_kv = 0.0, 0, 0.0
     if load is not None:
-        queued_tokens = load.backlog(now_ms) + sum(load.asked.values()) + load.held_tokens
+        queued_tokens = site.backlog_tokens + load.held_tokens
         queued = len(load.held)
-        queued_kv = sum(load.asked.values()) + load.held_tokens + queued * pace.decode_tokens
+        queued_kv = load.asked_tokens + load.held_tokens + queued * pace.decode_tokens
     found = {"prefill_ms": 1000.0 * queued_tokens / rate}
     slots = max(1, pool.sequences_max)
     found["slot_ms"] = max(0.0, there + queued + 1.0 - slots) * pace.stay_ms / slots

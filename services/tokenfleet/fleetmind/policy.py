@@ -22,7 +22,7 @@ from tokenfleet.eligibility import HOP_BASE_MS, fraction, no_site_reason
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import costs
 from tokenfleet.fleetmind.costs import Site
-from tokenfleet.fleetmind.state import INFINITY, Pace, PoolKey, Road, State
+from tokenfleet.fleetmind.state import INFINITY, Pace, Road, State
 from tokenfleet.fleetmind.view import View
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
@@ -112,17 +112,20 @@ def survey(view: View, road: Road, names: Sequence[str], now_ms: float) -> list[
     known = [site.pool.rate_one for site in sites if site.pool.rate_one]
     slowest = min(known) if known else None
     dear = costs.dearness(fleet, sites)
-    paces: dict[PoolKey, Pace] = {}
+    elsewhere: Pace | None = None
     for site in sites:
         if site.pool.rate is None and slowest is not None:
             site.pool = msgspec.structs.replace(site.pool, rate=slowest * site.pool.instances, rate_one=slowest)
+        costs.count(site, now_ms)
         site.terms = {
             "place": float(site.place),
             "rtt_ms": site.rtt_ms,
             "instances": float(site.pool.instances),
-            **costs.shares(site, now_ms),
+            **costs.shares(site),
         }
-        pace = paces[site.name, ask.model, ask.version] = state.pace((site.name, ask.model, ask.version))
+        pace = site.load.pace if site.load is not None else None
+        if pace is None or not pace.seen:
+            elsewhere = pace = elsewhere or state.pace_elsewhere(ask.model)
         costs.cost(state, road, site, pace, dear[site.name], now_ms)
         site.terms["late_ms"] = lateness_ms(road, site, pace, now_ms)
     price = LATE_PRICE if any(site.terms["late_ms"] <= 0.0 for site in sites) else 1.0
@@ -158,7 +161,7 @@ def choose(fleet: Fleet, road: Road, sites: Sequence[Site]) -> tuple[Site, str]:
         own = home
     open_: list[Site] = []
     for site in sites:
-        if site is own:
+        if site is own or site.cost_ms >= own.cost_ms:
             continue
         part = MARGIN_PART if has_room(fleet, road, site) else MARGIN_QUEUED if is_loaded(fleet, road, site) else None
         if part is not None and gains(road, own, site, part):

@@ -137,15 +137,20 @@ class Load(msgspec.Struct, dict=True):
 
     def __post_init__(self) -> None:
         #: sums of the maps, whole numbers: summed anew for every request they would be dear in a large pool
+        self.asked_tokens = sum(self.asked.values())
         self.held_tokens = sum(self.held.values())
         self.booked_kv_tokens = sum(self.booked.values())
 
     def drop(self, request_id: str) -> None:
         """The request is nowhere here."""
-        self.asked.pop(request_id, None)
+        self.asked_tokens -= self.asked.pop(request_id, 0)
         self.held_tokens -= self.held.pop(request_id, 0)
         self.natives.pop(request_id, None)
         self.booked_kv_tokens -= self.booked.pop(request_id, 0)
+
+    def ask(self, request_id: str, tokens: int) -> None:
+        self.asked_tokens += tokens - self.asked.get(request_id, 0)
+        self.asked[request_id] = tokens
 
     def hold(self, request_id: str, tokens: int) -> None:
         self.held_tokens += tokens - self.held.get(request_id, 0)
@@ -208,13 +213,10 @@ class State(msgspec.Struct):
             found = self.loads[key] = Load()
         return found
 
-    def pace(self, key: PoolKey) -> Pace:
-        """How requests of a pool go; of a pool that has not ended any, as the model's others, else a guess."""
-        own = self.loads.get(key)
-        if own is not None and own.pace.seen:
-            return own.pace
-        others = [load.pace for (_, model, _), load in self.loads.items() if model == key[1] and load.pace.seen]
-        return max(others, key=lambda pace: pace.stay_ms) if others else GUESS
+    def pace_elsewhere(self, model: str) -> Pace:
+        """What is expected of a pool that has not ended a request yet: as the model's slowest other, else a guess."""
+        seen = [load.pace for (_, name, _), load in self.loads.items() if name == model and load.pace.seen]
+        return max(seen, key=lambda pace: pace.stay_ms, default=GUESS)
 
     def key(self, road: Road) -> PoolKey:
         return (road.site, road.ask.model, road.ask.version)
@@ -231,7 +233,8 @@ class State(msgspec.Struct):
         """Count a request where it is now, by its phase."""
         rid, load = road.ask.request_id, self.load(self.key(road))
         if road.phase == "asked":
-            load.asked[rid] = road.prefill_tokens = max(1, road.ask.input_tokens - road.hits.get(road.site, 0))
+            road.prefill_tokens = max(1, road.ask.input_tokens - road.hits.get(road.site, 0))
+            load.ask(rid, road.prefill_tokens)
         elif road.phase == "held":
             load.hold(rid, road.prefill_tokens)
             load.told_wait_ms, load.told_ms = road.wait_ms, now_ms
