@@ -227,7 +227,7 @@ def check(bench: Bench) -> None:
     for n in range(6):
         bench.feed(finished(ask_of(n), "cancelled", attempt=0))
     if isinstance(bench.core, FleetMind):
-        for name, given in list(bench.core.long.state.book.given.items()):
+        for name, given in list(bench.core.long.promises.state.book.given.items()):
             revoked = ReservationRevoked(
                 id=f"over-{name}", term=2_000, site=given.site, reservation=name, model="m", reason="over", revision=99
             )
