@@ -3,23 +3,11 @@
 from typing import Any
 
 from benchmarks.evidence import Bars, Cell, Compare, Part, Quick
-from benchmarks.evidence._pilot import agents, conversation
-from benchmarks.evidence.pilot import AGENTS, KNEE, STABLE, WINDOW
+from benchmarks.evidence._pilot import conversation
+from benchmarks.evidence.pilot import KNEE, WINDOW
 
 POLICIES = {"ours": "tokenfleet", "3,2,2": "llm-d+queue", "lmetric": "lmetric+queue", "j": "j+queue"}
-#: long conversations beside short chats and code completion, on the same eight instances
-MIXED: list[dict[str, Any]] = [
-    {
-        "trace": trace, "speed": speed, "tenant": "all", "model": "m",
-        "class_rule": "short<=4096,medium<=16384,long<=65536,huge",
-    }
-    for trace, speed in (("mooncake-conversation", 1.3), ("azure2023-conv", 1.0), ("azure2023-code", 1.0))
-]  # fmt: skip
-PLACES: dict[str, dict[str, Any]] = {
-    "stable": {"speed": STABLE, "overrides": WINDOW},
-    "knee": {"speed": KNEE, "overrides": WINDOW},
-    "mixed": {"speed": 1.0, "overrides": {**WINDOW, "workload": MIXED}},
-}
+PLACES: dict[str, dict[str, Any]] = {"knee": {"speed": KNEE, "overrides": WINDOW}}
 
 FINDINGS = ""
 
@@ -27,17 +15,12 @@ PART = Part(
     title="TokenPilot's choice alone: everybody with our ordering",
     question="""
 The baselines' rules inside our holds, offers and releases (`+queue`), so that only the choice of the instance
-differs: weights (3, 2, 2), LMetric's tokens times requests, and the rule J that ours began with. Loads and slices
-as in the part `pilot`, and a mixed workload: Mooncake's conversations at speed 1.3 with Azure's chats and code
-completions of 2023 at their own, on the same eight instances.
+differs: weights (3, 2, 2), LMetric's tokens times requests, and the rule J that ours began with. The knee of the part
+`pilot`, with its slices.
 """,
     cells=tuple(
         Cell(name=f"{name}, {place}", run=conversation, args={"policy": policy, **args})
         for place, args in PLACES.items()
-        for name, policy in POLICIES.items()
-    )
-    + tuple(
-        Cell(name=f"{name}, agents", run=agents, args={"policy": policy, **AGENTS["agents"]})
         for name, policy in POLICIES.items()
     ),
     seeds=(1, 2, 3, 4, 5),
@@ -50,7 +33,7 @@ completions of 2023 at their own, on the same eight instances.
             expect=-1,
             at_most=-0.20 if place == "knee" else 0.05,
         )
-        for place in (*PLACES, "agents")
+        for place in PLACES
     )
     + tuple(
         Compare(
@@ -61,7 +44,7 @@ completions of 2023 at their own, on the same eight instances.
             how="absolute",
             expect=1,
         )
-        for place in (*PLACES, "agents")
+        for place in PLACES
     ),
     columns=(
         ("ttft_p50_s", "TTFT p50 s", 1.0, 2),
@@ -75,11 +58,11 @@ completions of 2023 at their own, on the same eight instances.
         Bars(
             title="TTFT P95, everybody with our ordering",
             metric="ttft_p95_s",
-            cells=tuple(f"{name}, {place}" for place in (*PLACES, "agents") for name in POLICIES),
+            cells=tuple(f"{name}, {place}" for place in PLACES for name in POLICIES),
             unit="seconds",
             log=True,
         ),
     ),
-    quick=Quick(cells=tuple(f"{name}, knee" for name in POLICIES), seeds=3),
+    quick=Quick(seeds=3),
     findings=FINDINGS,
 )

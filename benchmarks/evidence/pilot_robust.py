@@ -6,10 +6,10 @@ from benchmarks.evidence import Bars, Cell, Compare, Part, Quick, simulated
 
 SPEED = 1.5
 _SITE: dict[str, Any] = {"site": "b", "model": "m", "version": "1", "token_budget": 8192}
-LATER = 300.0
-SHORT: dict[str, Any] = {"scenario": {"duration_s": 180, "warmup_s": 30}}
-#: from minute 5 on, long enough for the fault to count
-LONG: dict[str, Any] = {"scenario": {"duration_s": 420, "warmup_s": 240}}
+LATER = 60.0
+SHORT: dict[str, Any] = {"scenario": {"duration_s": 100, "warmup_s": 30}}
+#: counted from when the fault begins
+LONG: dict[str, Any] = {"scenario": {"duration_s": 150, "warmup_s": 60}}
 #: eight H100 and as much prefill from five of them and eight A100
 MIXED = [
     {**_SITE, "name": "h", "profile": "70b-h100x4", "count": 5},
@@ -30,7 +30,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-FINDINGS = ""
+FINDINGS = """
+- Every goal is reached. Two generations cost P95, not goodput: a long prompt takes longer on the older ones, and still
+  comes in time. A slow instance is found by its first answers and gets less; a lost one's requests are placed again.
+- Wrong declared rates cost nothing that shows: the fit starts from them and leaves them within tens of requests.
+  Reports one second old cost nothing either: between them the bookings say what the load is.
+- Constants of the engines themselves are not scaled here, because that changes what the fleet can do at all.
+"""
 
 
 def _args(window: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -43,9 +49,9 @@ PART = Part(
     question="""
 TokenFleet against itself undisturbed, on Mooncake's conversations on eight 70B instances at speed 1.5 (85% of what
 (3, 2, 2) carries in a stable way). Two hardware generations: five H100 and eight A100 instances with together the
-prefill rate of eight H100. One instance three times as slow, or gone, from minute 5 to the end (counted are minutes
-4 to 8). Reports one second old instead of 50 ms; prefill rates declared at half and at twice the true ones, which
-nobody tells the policy.
+prefill rate of eight H100. One instance three times as slow, or gone, from the second minute to the end, which is what
+is counted. Reports one second old instead of 50 ms; prefill rates declared at half and at twice the true ones, which
+nobody tells the policy. Short slices: 70 and 90 s are counted.
 """,
     cells=(
         Cell(name="as it is", run=simulated, args=_args(SHORT, {})),
