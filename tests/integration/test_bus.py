@@ -1,6 +1,7 @@
 """The bus on a real NATS: order, gaps, restarts, offices, the outbox, the runner."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
@@ -173,6 +174,42 @@ async def test_readers_and_outbox_survive_a_killed_server(nats_server: NatsServe
         await bus.publish_acked(withdrawn(40), timeout_s=5)
         await until(lambda: len(seen) >= 41, 5)
         assert sorted(seen) == list(range(41))
+
+
+async def test_a_copy_of_last_values_is_right_again_after_a_restart_while_its_reader_was_busy(
+    nats_server: NatsServer,
+) -> None:
+    """B02: a watcher died in silence on reconnecting, and its copy went stale. Fifty values change while NATS restarts
+    and our process is too busy to read: within ten seconds the copy is right, and it goes on from there."""
+
+    def probe(other: int, revision: int) -> CapacityProbed:
+        return CapacityProbed(id=f"p{other}-{revision}", site="b", other_site=f"s{other}", revision=revision)
+
+    copy: dict[str, int] = {}
+
+    def fold(event: Event, _now_ms: float) -> None:
+        assert isinstance(event, CapacityProbed)
+        copy[event.other_site] = event.revision
+
+    async with connected(nats_server.url) as bus, connected(nats_server.url, "agent") as agent:
+        for other in range(50):
+            await agent.publish_acked(probe(other, 1))
+        reader = await bus.read(subject_filter(CapacityProbed), fold, stream="TF_CAPACITY", latest=True)
+        await asyncio.wait_for(reader.caught_up.wait(), 5)
+        assert copy == {f"s{other}": 1 for other in range(50)}
+        await asyncio.to_thread(nats_server.kill)
+        # a handler that computes: nothing of the connection is looked at meanwhile
+        time.sleep(1.5)  # noqa: ASYNC251
+        await asyncio.to_thread(nats_server.start)
+        await until(lambda: agent.connected)
+        for other in range(25):
+            await agent.publish_acked(probe(other, 2), timeout_s=5)
+        time.sleep(1.5)  # noqa: ASYNC251
+        for other in range(25, 50):
+            await agent.publish_acked(probe(other, 2), timeout_s=5)
+        await until(lambda: copy == {f"s{other}": 2 for other in range(50)}, 10)
+        await agent.publish_acked(probe(7, 3), timeout_s=5)
+        await until(lambda: copy["s7"] == 3, 5)
 
 
 async def test_a_lease_has_one_holder_and_passes_within_two_seconds(clean_nats_url: str) -> None:
