@@ -100,9 +100,7 @@ def _interactive_share(said: list[tuple[float, Event]], until_s: float) -> float
 POLICIES = {
     "alive": "tokenfleet",
     "frozen": f"tokenfleet@frozen={SHIFT_S}",
-    "frozen, shares as configured": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:4",
     "frozen, interactive doubled": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:8",
-    "frozen, interactive halved": f"tokenfleet@frozen={SHIFT_S}@shares=interactive:2",
     "never learned": "tokenfleet@frozen=0",
 }
 FROZEN = tuple(name for name in POLICIES if name.startswith("frozen"))
