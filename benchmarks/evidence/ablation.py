@@ -37,13 +37,16 @@ POLICIES = {
     "tokenfleet": "tokenfleet",
 }
 WHERE = {"reference": REFERENCE, "conversation": CONVERSATION}
-#: on the trace without those whose cells say nothing new there: it has one tenant, and classes of one tier
-ON_TRACE = [
-    name
-    for name in POLICIES
-    if name not in ("llm-d, limit of 8", "llm-d, split by class", "llm-d, our holds, EDF", "llm-d, our holds, SJF")
-]
-SEEDS = {"reference": (1, 2, 3, 4, 5), "conversation": (1, 2, 3)}
+#: on the trace only the steps from theirs to ours: it has one tenant, and classes of one tier
+ON_TRACE = (
+    "llm-d, engine's queue",
+    "llm-d, our holds, FCFS",
+    "llm-d, our holds, feasible EDF",
+    "ours, FCFS",
+    "ours, feasible EDF",
+    "tokenfleet",
+)
+SEEDS = {"reference": (1, 2, 3, 4), "conversation": (1, 2, 3)}
 
 
 def _cells() -> list[Cell]:
@@ -73,7 +76,27 @@ def _compare(what: str, ours: str, theirs: str, expect: Any = 1) -> list[Compare
     ]
 
 
-FINDINGS = ""
+FINDINGS = """
+- **Ordering is the largest lever on mixed work**: 17 points from FCFS to feasible EDF under their placement, 15 under
+  ours. Plain EDF is 8 points behind: it goes on serving what is lost. SJF is in between.
+- **Holding before the engine is the largest on long prompts**: 63 points on the trace with FCFS in both, none on the
+  reference fleet. A hold that does not fit an instance's look-ahead is passed by one that does, so `FCFS` in our
+  holds lets short prompts by, which an engine's queue does not.
+- **Placement alone adds little here**: 2.4 points at FCFS on the reference fleet, 0.9 at feasible EDF on the trace,
+  and undecided elsewhere. The reference fleet has one instance of a model version at most sites, so there is hardly a
+  choice; and once holds are ordered, time to the first token, not compliance, shows what placement saves.
+- **Our pools do not beat feasible EDF in compliance**: undecided on both, and behind in the mean. They refuse early
+  (1.6 and 2.3% of requests) and keep floors, which raises Jain's index of classes on the trace and costs compliance
+  there. What they are for, floods of one tenant or class, neither load has.
+- **Shares that follow compliance change nothing in a minute**: undecided, as expected of so short a run.
+- **Others' admission**: a limit of 8 requests per instance (as many as the engine runs at once) is worth 8 points
+  over none, a saturation gate one. The split equals the engine's queue: with one instance in a pool there is nothing
+  to split, so that comparison says no more than the first.
+- **The tail pays**: with feasible EDF the last requests of the trace wait 170 to 180 s at P99.9, two and a half times
+  as long as in the engine's queue, and where some are refused the P99.9 is *never*.
+- **The clairvoyant bound is 100% at both loads** and so tells nothing: by compute alone, with a perfect cache and
+  memory without end, all of it could have been served in time.
+"""
 
 PART = Part(
     title="Ablation: placement × ordering × admission, one by one",
@@ -84,12 +107,12 @@ class), who holds (the engine, or our holds before it), in which order, and who 
 output tokens of requests that kept their objectives over offered output tokens.
 
 Two loads, both above what the fleet carries: the built-in mixed workload on the reference fleet at 14 requests/s, and
-three minutes of the Mooncake conversation trace at 2.2 times its speed on 70B × 8 (three seeds of the five). The
+three minutes of the Mooncake conversation trace at 2.2 times its speed on 70B × 8 (three seeds of the four). The
 clairvoyant bound is what no policy can exceed on the same arrivals (`docs/simulation.md`); it is a relaxation and may
 be out of reach.
 """,
     cells=tuple(_cells()),
-    seeds=(1, 2, 3, 4, 5),
+    seeds=(1, 2, 3, 4),
     compare=(
         *_compare("all of it", "tokenfleet", "llm-d, engine's queue"),
         *_compare("our holds, FCFS in both", "llm-d, our holds, FCFS", "llm-d, engine's queue"),

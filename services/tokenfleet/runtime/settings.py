@@ -9,7 +9,7 @@ import msgspec
 #: prefixes that belong to others: engine credentials (gateway) and the test suite
 _FOREIGN = ("TOKENFLEET_CREDENTIAL_", "TOKENFLEET_TEST_")
 #: single variables of others: the key that `replay` sends, where traces are
-_OTHERS = frozenset({"TOKENFLEET_KEY", "TOKENFLEET_SHARED"})
+_OTHERS = frozenset({"TOKENFLEET_KEY", "TOKENFLEET_SHARED", "TOKENFLEET_TRACES"})
 _LEVELS = ("debug", "info", "warning", "error")
 
 
