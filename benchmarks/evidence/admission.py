@@ -1,0 +1,204 @@
+"""Who is let in and who goes next: SLOMax against other orders and gates, with the same TokenPilot and FleetMind."""
+
+from typing import Any
+
+from benchmarks.evidence import Bars, Cell, Compare, Goal, Part, Quick, simulated
+
+#: name → who admits and orders; all with TokenPilot's and FleetMind's own rules
+ADMISSIONS = {
+    "SLOMax": "tokenfleet",
+    "FCFS": "//fcfs",
+    "EDF": "//edf",
+    "SJF": "//sjf",
+    "limit": "//concurrency-8",
+    "gate": "//gate",
+    "static": "//static",
+}
+OTHERS = tuple(name for name in ADMISSIONS if name != "SLOMax")
+#: speeds of the reference workload at which FCFS complies for 86% and 67% of offered tokens
+AT_86, AT_67 = 0.74, 1.0
+#: parts of the load at which FCFS has 67%
+AT_90, AT_150 = 0.9, 1.5
+#: another fleet: instances of 32 to 64 sequences and larger steps; more requests
+OTHER_FLEET: dict[str, Any] = {
+    "scenario": {"duration_s": 40},
+    "workload": {"rate_per_s": 40.0},
+    "pools": [
+        {"site": site, "model": model, "version": version, "profile": profile, "count": count, **limits}
+        for site, model, version, profile, count, limits in (
+            ("b", "chat-8b", "1", "8b-a100", 2, {"token_budget": 1024, "max_sequences": 64, "kv_tokens": 120_000}),
+            ("c", "chat-8b", "1", "8b-a100", 1, {"token_budget": 1024, "max_sequences": 64, "kv_tokens": 120_000}),
+            ("b", "chat-8b", "2", "8b-a100", 2, {"token_budget": 1024, "max_sequences": 64, "kv_tokens": 120_000}),
+            ("b", "doc-32b", "1", "32b-h100x2", 2, {"token_budget": 1024, "max_sequences": 32, "kv_tokens": 140_000}),
+            ("c", "doc-32b", "1", "32b-h100x2", 1, {"token_budget": 1024, "max_sequences": 32, "kv_tokens": 140_000}),
+        )
+    ],
+}
+#: half of the reference load; the same and one tenant's chats ten times over
+CALM: dict[str, Any] = {"workload": [{"trace": "builtin", "rate_per_s": 8.0}]}
+FLOOD: dict[str, Any] = {
+    "workload": [
+        {"trace": "builtin", "rate_per_s": 8.0},
+        {
+            "trace": "builtin",
+            "rate_per_s": 18.0,
+            "tenant": "studio",
+            "service_class": "chat",
+            "model": "chat-8b",
+        },
+    ]
+}
+VICTIMS = ("bank", "devtools", "research", "trial")
+
+
+def _cell(name: str, policy: str, speed: float, overrides: dict[str, Any] | None = None) -> Cell:
+    args: dict[str, Any] = {"scenario": "reference", "policy": policy, "speed": speed}
+    return Cell(name=name, run=simulated, args=args if overrides is None else {**args, "overrides": overrides})
+
+
+CELLS = (
+    *(_cell(f"{name} @86%", policy, AT_86) for name, policy in ADMISSIONS.items()),
+    *(_cell(f"{name} @67%", policy, AT_67) for name, policy in ADMISSIONS.items()),
+    _cell("SLOMax, 90% load", "tokenfleet", AT_90),
+    *(_cell(f"{name}, 150% load", ADMISSIONS[name], AT_150) for name in ("SLOMax", "FCFS", "EDF", "gate")),
+    _cell("SLOMax, calm", "tokenfleet", 1.0, CALM),
+    _cell("SLOMax, flood", "tokenfleet", 1.0, FLOOD),
+    _cell("FCFS, flood", "//fcfs", 1.0, FLOOD),
+    *(_cell(f"{name}, other fleet", ADMISSIONS[name], 1.0, OTHER_FLEET) for name in ("SLOMax", "FCFS")),
+)
+
+FINDINGS = ""
+
+PART = Part(
+    title="Admission and order: SLOMax against other queues",
+    question="""
+What does it bring to decide who is let in and who goes next, all else equal? The reference fleet under the built-in
+workload (five classes, five tenants), over offered tokens. Every row has TokenPilot's placement and FleetMind's sites;
+only admission and order differ: first come first served, earliest deadline, shortest job, a limit of 8 requests in
+flight per instance and a saturation gate (llm-d's detectors), SLOMax with static shares, SLOMax.
+
+Loads are named by what FCFS without admission control makes of them: 86% and 67% of offered tokens on time. 90% and
+150% are parts of the load of 67%. The flood is a tenant whose chats come ten times over, at half of the reference load.
+The other fleet has fewer and larger instances.
+""",
+    cells=CELLS,
+    seeds=(1, 2, 3, 4, 5),
+    compare=(
+        *(
+            Compare(
+                name=f"compliance at {load}, to {other}",
+                metric="compliance",
+                ours=f"SLOMax @{load}",
+                theirs=f"{other} @{load}",
+                expect=0 if other == "static" else 1,
+                how="absolute",
+            )
+            for load in ("67%", "86%")
+            for other in OTHERS
+        ),
+        Compare(
+            name="compliant output at 67%",
+            metric="goodput_tokens_per_s",
+            ours="SLOMax @67%",
+            theirs="FCFS @67%",
+            expect=1,
+            at_least=0.40,
+        ),
+        Compare(
+            name="total output at 67%",
+            metric="output_tokens_per_s",
+            ours="SLOMax @67%",
+            theirs="FCFS @67%",
+            expect=0,
+            at_least=0.015,
+        ),
+        *(
+            Compare(
+                name=f"compliance of {group.partition('.')[2]} at 67%",
+                metric=f"{group}.compliance",
+                ours="SLOMax @67%",
+                theirs="FCFS @67%",
+                expect=1,
+                how="absolute",
+                at_least=0.0,
+            )
+            for group in (
+                "class.interactive",
+                "class.chat",
+                "class.agent",
+                "class.document",
+                *(f"tenant.{name}" for name in ("bank", "devtools", "research", "studio", "trial")),
+            )
+        ),
+        Compare(
+            name="interactive at 150% to itself at 90%",
+            metric="class.interactive.compliance",
+            ours="SLOMax, 150% load",
+            theirs="SLOMax, 90% load",
+            expect=0,
+            at_least=-0.05,
+        ),
+        *(
+            Compare(
+                name=f"what the flood costs {name}",
+                metric=f"tenant.{name}.compliance",
+                ours="SLOMax, flood",
+                theirs="SLOMax, calm",
+                expect=-1,
+                how="absolute",
+                at_least=-0.02,
+            )
+            for name in VICTIMS
+        ),
+        *(
+            Compare(
+                name=f"{name} in the flood, to FCFS",
+                metric=f"tenant.{name}.compliance",
+                ours="SLOMax, flood",
+                theirs="FCFS, flood",
+                expect=1,
+                how="absolute",
+            )
+            for name in VICTIMS
+        ),
+        Compare(
+            name="compliance on the other fleet",
+            metric="compliance",
+            ours="SLOMax, other fleet",
+            theirs="FCFS, other fleet",
+            expect=1,
+            how="absolute",
+        ),
+    ),
+    goals=(
+        Goal(name="compliance at 67%", cell="SLOMax @67%", metric="compliance", at_least=0.95),
+        Goal(name="compliance at 86%", cell="SLOMax @86%", metric="compliance", at_least=0.98),
+        Goal(name="FCFS at 67%", cell="FCFS @67%", metric="compliance", at_least=0.65),
+        Goal(name="FCFS at 67%, from above", cell="FCFS @67%", metric="compliance", at_most=0.69),
+        Goal(name="FCFS at 86%", cell="FCFS @86%", metric="compliance", at_least=0.84),
+        Goal(name="FCFS at 86%, from above", cell="FCFS @86%", metric="compliance", at_most=0.88),
+    ),
+    columns=(
+        "compliance",
+        ("class.interactive.compliance", "interactive %", 100.0, 1),
+        ("class.chat.compliance", "chat %", 100.0, 1),
+        ("class.agent.compliance", "agent %", 100.0, 1),
+        ("class.document.compliance", "document %", 100.0, 1),
+        ("class.batch.compliance", "batch %", 100.0, 1),
+        "goodput_tokens_per_s",
+        "output_tokens_per_s",
+        ("refused_share", "refused %", 100.0, 1),
+        ("ttft_p50_s", "TTFT p50 s", 1.0, 2),
+        ("jain_tenants", "Jain of tenants", 1.0, 3),
+    ),
+    plots=(
+        Bars(
+            title="Compliance at the load of 67%",
+            metric="compliance",
+            cells=tuple(f"{name} @67%" for name in ADMISSIONS),
+            unit="part of offered tokens",
+        ),
+    ),
+    quick=Quick(cells=("SLOMax @67%", "FCFS @67%"), seeds=3),
+    findings=FINDINGS,
+)
