@@ -51,7 +51,7 @@ in the mean. The goals of compliance and output are not reached.
   instance per site with eight places each; what arrives in a burst was not done within its promise by any order tried.
 - *Total output is below FCFS's and EDF's*, though FCFS ends as large a part of the requests without an answer: what
   SLOMax gives up are the long ones. We did not look further.
-- *The flood*: a pool of eight places cannot be full and answer within half a second, so places are kept free (ADR 19).
+- *The flood*: a pool of eight places cannot be full and answer within half a second, so places are kept free (ADR 20).
   The seconds before a flood is known as one, and the victims' own bursts beyond what was kept, are the likely rest; we
   looked at single requests only.
 - The second load was meant to be that of 86%; FCFS does better there.
