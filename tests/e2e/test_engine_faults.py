@@ -53,7 +53,10 @@ async def test_a_failure_before_the_first_token_is_repeated_elsewhere(
     """One clean answer, two rows: the failed attempt and the one that served (G01, G04)."""
     began_s = time.time()
     async with fleet.faulty(["b-chat-1"], kind, **what):
-        answers = await _ask_many(fleet, 6, tokens=9)
+        answers: list[Answer] = []
+        while len(answers) < 40 and [one.attempts for one in answers].count(2) < (1 if kind == "reset" else 3):
+            answers += await _ask_many(fleet, 1, tokens=9)  # after a restart the other home may be asked for a while
+        answers += await _ask_many(fleet, 3, tokens=9)
         assert [one for one in answers if not one.completed] == []
         assert all(one.tokens == 9 and one.usage["completion_tokens"] == 9 for one in answers)
         # three failures in a row opened the breaker: from then on it is left alone

@@ -25,7 +25,7 @@ async def test_foreseen_hits_come_true_also_right_after_a_kill(fleet: Running) -
         for prompt in prompts:
             assert (await fleet.ask(session, prompt=prompt)).completed
         await eventually(exact, within_s=40, what="every instance of site b is known exactly")
-        assert await fleet.total("siteagent-b", "tokenfleet_kv_digests") > 100
+        assert await fleet.total("siteagent-b", "tokenfleet_kv_digests") > 50  # of 64 tokens; one prompt has 70
         assert await fleet.total("siteagent-b", "tokenfleet_kv_events_silent") == 0
 
         async def at_home() -> bool:

@@ -73,7 +73,8 @@ def test_two_policies_on_one_fleet_and_a_verdict(tmp_path: Path) -> None:
     assert "cores for everything" in err
     assert "no process is left" in err
     assert leftovers(tmp_path) == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    # claims on ports outlive their fleet, so that the next one chooses others
+    assert [one for one in (tmp_path / "tmp").iterdir() if not one.name.startswith("tokenfleet-ports-")] == []
 
 
 @pytest.mark.timeout(120)

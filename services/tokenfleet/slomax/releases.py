@@ -170,7 +170,7 @@ class Releases(Desk):
             if known is not None and policy.is_long(self.fleet, known, held, now_ms):
                 known.long_until_ms[message.instance] = now_ms + held.own_ms
             self._leaves_queue(held, message.instance)
-        if rid not in self.state.closed:
+        if one is not None or held is not None:  # what nobody asked for has no end that would take it away again
             account = fairness.tenant_key(message.service_class, message.tenant)
             self.state.enter(rid, key, account, now_ms, kv_tokens=message.work.kv_tokens)
 

@@ -30,7 +30,7 @@ def flood(bench: Bench, count: int, tenant: str = "ant", **changes: object) -> N
 def run_once(bench: Bench, tenant: str, count: int, **changes: object) -> None:
     """So many requests of a tenant run at once, and end."""
     asks = [make_ask(f"{tenant}-ran-{n}", tenant=tenant, **changes) for n in range(count)]
-    bench.feed(*(assigned(ask, work=work(100)) for ask in asks))
+    bench.feed(*(one for ask in asks for one in (received(ask), assigned(ask, work=work(100)))))
     bench.now_ms += 2_000
     bench.feed(*(finished(ask) for ask in asks))
 
@@ -129,7 +129,7 @@ class TestFlood:
         """Places were left, but no memory for the others' long histories."""
         bench = bench_of(fleet_with(TENANTS))
         asks = [make_ask(f"bee-ran-{n}", tenant="bee") for n in range(2)]
-        bench.feed(*(assigned(ask, work=work(4_000)) for ask in asks))
+        bench.feed(*(one for ask in asks for one in (received(ask), assigned(ask, work=work(4_000)))))
         flood(bench, 40)
         bench.now_ms += 3_000
         bench.feed(*(finished(ask) for ask in asks))
@@ -149,7 +149,7 @@ class TestUrgent:
         pool = bench.core.state.pool(("b", "m", "1"))
         pool.crowds["chat acme"] = Crowd(mean=2.0, count=2, peak=4.0, at_ms=bench.now_ms)
         chats = [make_ask(f"chat-{n}") for n in range(2)]
-        bench.feed(*(assigned(ask, work=work(100)) for ask in chats))
+        bench.feed(*(one for ask in chats for one in (received(ask), assigned(ask, work=work(100)))))
         bench.now_ms += 30_000
         bench.feed(*(finished(ask) for ask in chats))
         for n in range(6):
@@ -188,6 +188,7 @@ class TestBooks:
         assert pool.crowds["chat acme"].running == {"lost"}
         bench.feed(assigned(make_ask("failed"), "c", attempt=2))
         bench.feed(finished(make_ask("early")), assigned(make_ask("early")))
+        bench.feed(assigned(make_ask("made-up")))  # nobody asked, so nobody will say its end
         bench.run(8_000)  # the gateway is silent for more than six seconds
         assert pool.crowds["chat acme"].running == set()
         assert bench.core.state.inside == {}
@@ -197,7 +198,7 @@ class TestBooks:
         """A standby that took over kept nothing for anybody until everybody had come again."""
         bench = bench_of(fleet_with(TENANTS))
         run_once(bench, "bee", 2)
-        bench.feed(assigned(make_ask("bee-runs", tenant="bee")))
+        bench.feed(received(make_ask("bee-runs", tenant="bee")), assigned(make_ask("bee-runs", tenant="bee")))
         other = bench_of(fleet_with(TENANTS), ready=False)
         other.core.restore(bench.core.snapshot())
         assert pool_of(other).crowds == pool_of(bench).crowds
