@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import secrets
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import psutil
 import uvloop
 from nats.aio.client import Client
 
+from benchmarks._memory import peak_rss_bytes
 from tokenfleet import database
 from tokenfleet.accountant import partitions, store
 from tokenfleet.accountant.policy import OutputMedian
@@ -211,7 +211,7 @@ async def drain(count: int, repeat_share: float, settings: AccountantSettings) -
         await poll(drained, 0.1)
         took_s = time.monotonic() - begun
         after = at.cpu()
-        grown = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - rss)
+        grown = max(0, peak_rss_bytes() - rss)
         made.stopping.set()
         await running
         await client.close()

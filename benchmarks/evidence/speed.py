@@ -2,11 +2,11 @@
 
 import gc
 import math
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks._memory import peak_rss_bytes
 from benchmarks.evidence import Cell, Curves, Figures, Goal, Part, Quick, simulate
 from tokenfleet.simulator.experiment import Done
 
@@ -35,7 +35,7 @@ def measured(seed: int, *, whole_requests: int = 0, **args: Any) -> Figures:
             "wall_s": wall_s,
             "ms_per_request": 1000.0 * cpu_s / requests,
             "whole_cpu_s": cpu_s * whole_requests / requests if whole_requests else None,
-            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0,
+            "peak_mib": peak_rss_bytes() / 2**20,
             "compliance_requests": done.report.overall.compliance_requests,
         }
     )

@@ -496,7 +496,7 @@ async def test_windows_and_ledger_agree_after_chaos(
         await drained(nats_server.url, timeout_s=60)
         await client.close()
         await equals_oracle(postgres_server.url, truth)
-        await agree(nats_server.url, postgres_server.url, timeout_s=30)
+        await agree(nats_server.url, postgres_server.url, timeout_s=80)
 
 
 async def agree(nats_url: str, postgres_url: str, *, timeout_s: float) -> None:

@@ -508,7 +508,7 @@ class FleetMind:
         rid = message.request_id
         self._room_at(now_ms)
         if message.final:
-            self._learn(message)
+            self._learn(message, now_ms)
             self._close(rid, message.gateway, now_ms)
             return
         if rid in self.state.closed:
@@ -531,7 +531,7 @@ class FleetMind:
         if term:
             self._retry(road, term, now_ms)
 
-    def _learn(self, message: OutcomeFinished) -> None:
+    def _learn(self, message: OutcomeFinished, now_ms: float) -> None:
         """How long requests stay at a site, and at what pace they are answered."""
         times = message.times
         if message.outcome != "completed" or not message.served_site or times.queue_ms is None:
@@ -540,7 +540,7 @@ class FleetMind:
             return  # a repeated message
         stay_ms = max(0.0, times.e2e_ms - times.queue_ms)
         pace = self.state.load((message.served_site, message.model, message.version)).pace
-        pace.learn(stay_ms, times.tpot_ms, float(message.output_tokens))
+        pace.learn(stay_ms, times.tpot_ms, float(message.output_tokens), now_ms)
 
     def _retry(self, road: Road, term: int, now_ms: float) -> None:
         """The next attempt, elsewhere: its instance failed before the first token."""

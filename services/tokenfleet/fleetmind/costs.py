@@ -223,7 +223,8 @@ def cost(state: State, road: Road, site: Site, pace: Pace, dearness: float, now_
     ttft_ms = waits["wait_ms"] + waits["age_ms"] + own_ms + network_ms
     slow_ms = 0.0
     if ask.tpot_ms is not None:
-        slow_ms = pace.decode_tokens * max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
+        slower_ms = max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
+        slow_ms = pace.decode_tokens * slower_ms * pace.believed(now_ms)
     site.terms.update(waits)
     site.terms.update(
         own_ms=own_ms,

@@ -139,11 +139,10 @@ class LongCycle:
 
     def hear(self, fleet: Fleet, capacity: CapacityView, message: Event, now_ms: float) -> Iterator[Effect]:
         """Fold one event; `capacity` is FleetMind's own view."""
-        kind = type(message)
-        if kind is AdmissionDecided:
-            self._decided(fleet, message, now_ms)  # type: ignore[arg-type]  # its type was just asked for
-        elif kind is OutcomeFinished:
-            self._finished(fleet, capacity, message, now_ms)  # type: ignore[arg-type]  # as above
+        if isinstance(message, AdmissionDecided):
+            self._decided(fleet, message, now_ms)
+        elif isinstance(message, OutcomeFinished):
+            self._finished(fleet, capacity, message, now_ms)
         elif isinstance(message, PlanMade):
             yield from self._made(fleet, capacity, message, now_ms)
         elif isinstance(message, PlanIssued):

@@ -24,6 +24,11 @@ TOMBSTONE_MS = 600_000.0
 PEAK_MS = 1_000.0
 #: weight of one more request in what is learned of a pool's pace, once enough have been seen
 PACE_WEIGHT = 0.03
+#: what was learned of a pool's pace counts half after so long without an answer from it, ms: a site that was slow gets
+#: no work, so without this nobody would ever see that it is well again
+PACE_HALF_MS = 10_000.0
+#: answers that come closer together than this forget nothing of what was learned before them, ms
+PACE_STEADY_MS = 5_000.0
 
 
 class Road(msgspec.Struct):
@@ -81,18 +86,30 @@ class Pace(msgspec.Struct):
     #: mean distance of a request's pace from `tpot_ms`
     tpot_spread_ms: float = 0.0
     decode_tokens: float = 0.0
+    #: of the last answer with a pace, our clock
+    heard_ms: float = 0.0
 
-    def learn(self, stay_ms: float, tpot_ms: float | None, decode_tokens: float) -> None:
-        """Take in one completed request."""
-        weight = max(PACE_WEIGHT, 1.0 / (self.seen + 1))
+    def believed(self, now_ms: float) -> float:
+        """How much its slowness still counts, 0 to 1."""
+        return float(0.5 ** (max(0.0, now_ms - self.heard_ms) / PACE_HALF_MS))
+
+    def learn(self, stay_ms: float, tpot_ms: float | None, decode_tokens: float, now_ms: float) -> None:
+        """Take in one completed request. The longer nothing came before it, the more it weighs."""
+        forgotten = 1.0 - self.believed(now_ms - PACE_STEADY_MS)
+        fresh = max(PACE_WEIGHT, 1.0 / (self.seen + 1))
+        weight = max(fresh, forgotten)
         self.seen += 1
         self.stay_ms += weight * (stay_ms - self.stay_ms)
         self.decode_tokens += weight * (decode_tokens - self.decode_tokens)
         if tpot_ms is not None:
+            self.heard_ms = now_ms
             if not self.tpot_ms:
                 self.tpot_ms = tpot_ms
-            self.tpot_spread_ms += weight * (abs(tpot_ms - self.tpot_ms) - self.tpot_spread_ms)
-            self.tpot_ms += weight * (tpot_ms - self.tpot_ms)
+            # a new level after a silence is no spread
+            self.tpot_ms += forgotten * (tpot_ms - self.tpot_ms)
+            self.tpot_spread_ms *= 1.0 - forgotten
+            self.tpot_spread_ms += fresh * (abs(tpot_ms - self.tpot_ms) - self.tpot_spread_ms)
+            self.tpot_ms += fresh * (tpot_ms - self.tpot_ms)
 
 
 #: before anything has ended anywhere: a chat answer of 256 tokens at 30 ms

@@ -35,11 +35,14 @@ class Claims:
         self._held: dict[int, int] = {}
 
     def take(self, port: int) -> bool:
-        """Whether the port is ours now; False when another fleet has claimed it."""
+        """Whether the port is ours now; False when another fleet has it; `PortInUseError` if none can be kept."""
         if port in self._held:
             return True
-        self._directory.mkdir(mode=0o700, exist_ok=True)
-        file = os.open(self._directory / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            file = os.open(self._directory / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise PortInUseError(f"port {port} cannot be claimed for this fleet: {error}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

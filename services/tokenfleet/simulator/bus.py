@@ -129,6 +129,8 @@ class Bus:
         #: messages published, by type
         self.said: Counter[str] = Counter()
         self.lost = 0
+        #: told of every message when it is published, before anybody else
+        self.listeners: list[Callable[[Event], None]] = []
         #: every node, by name
         self.nodes: dict[str, Node] = {}
         self._dice = random.Random(f"bus {seed}")
@@ -174,6 +176,8 @@ class Bus:
         """Take a message; it reaches its readers later, or never if it is plain and the bus loses it."""
         kind = type(event)
         self.said[kind.__name__] += 1
+        for listener in self.listeners:
+            listener(event)
         now_ms = self.loop.now_ms
         capture_site = event.site if self.spec.topology == "sites" and event.site else self.hub
         if self.cut_until_ms:
@@ -200,7 +204,7 @@ class Bus:
 
         They reach a reader in one go, because nothing can come between them.
         """
-        if not events or self.cut_until_ms or self.loss or self.spec.duplicates:
+        if not events or self.cut_until_ms or self.loss or self.spec.duplicates or self.listeners:
             for event in events:
                 self.publish(event, sender_site)
             return

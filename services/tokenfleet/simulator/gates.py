@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenfleet.effects import Effect, Note, Publish
+from tokenfleet.effects import Effect, Note
 from tokenfleet.fleet import Fleet
 from tokenfleet.slomax.policy import Choice, Level, fits
 from tokenfleet.slomax.state import Held
@@ -20,8 +20,7 @@ from tokenfleet.tokenpilot.board import CODE, Board, Codes
 from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet.tokenpilot.policy import FILTERS, NO_ROOM, Candidate, Filter, Picker, Room, Scorer, Situation
 from tokenfleet.tokenpilot.state import Load, Pool, Waiting
-from tokenfleet_schemas.admission import REASONS
-from tokenfleet_schemas.placement import PlacementRefused, PlacementRequested
+from tokenfleet_schemas.placement import PlacementRequested
 
 #: prompt and KV tokens of room where only requests are counted: more than any request has
 _ANY_TOKENS = 1 << 40
@@ -99,33 +98,10 @@ class GatedPilot(TokenPilot):
         if self.gate.sheds and cls is not None and cls.sheddable and waiting.held is None:
             names = [name for name in self._instances_of(pool) if self._usable(name, now_ms)]
             if names and not any(self._places(names).values()):
-                yield from self._shed(scope, pool, waiting, now_ms)
+                yield from self._refuse(scope, pool, waiting, "saturated", now_ms)
+                yield Note("refused", {"reason": "saturated"})
                 return
         yield from super()._answer(scope, pool, waiting, now_ms)
-
-    def _shed(self, scope: str, pool: Pool, waiting: Waiting, now_ms: float) -> Iterator[Effect]:
-        request, ask = waiting.request, waiting.request.ask
-        term = self.offices.term(scope)
-        yield Publish(
-            PlacementRefused(
-                id=f"{ask.request_id}:refused:{self.site}:{request.attempt}:{request.revision}:{term}",
-                cause=request.id,
-                term=term,
-                time_unix_ms=int(now_ms),
-                site=self.site,
-                request_id=ask.request_id,
-                gateway=ask.gateway,
-                model=ask.model,
-                version=ask.version,
-                attempt=request.attempt,
-                revision=request.revision,
-                reason="saturated",
-                status=REASONS["saturated"],
-                retry_after_s=1.0,
-            )
-        )
-        yield Note("refused", {"reason": "saturated"})
-        self._drop_waiting(pool, ask.request_id)
 
     def _places(self, names: Sequence[str]) -> dict[str, int]:
         heard = self.state.view.instances(self.site)

@@ -291,29 +291,36 @@ class Deciding(Choosing):
             late_ms = -waiting.patience_left_ms(now_ms, self.knobs.hold_max_ms)
             if late_ms < self.knobs.patience_grace_ms:
                 continue
-            request, ask = waiting.request, waiting.request.ask
-            term = self.offices.term(scope)
-            yield Publish(
-                PlacementRefused(
-                    id=f"{ask.request_id}:refused:{self.site}:{request.attempt}:{request.revision}:{term}",
-                    cause=request.id,
-                    term=term,
-                    time_unix_ms=int(now_ms),
-                    site=self.site,
-                    request_id=ask.request_id,
-                    gateway=ask.gateway,
-                    model=ask.model,
-                    version=ask.version,
-                    attempt=request.attempt,
-                    revision=request.revision,
-                    reason="patience",
-                    status=REASONS["patience"],
-                    retry_after_s=1.0,
-                    detail="held beyond its patience and refused by nobody else",
-                )
+            detail = "held beyond its patience and refused by nobody else"
+            yield from self._refuse(scope, pool, waiting, "patience", now_ms, detail=detail)
+            yield Note("refused", {"reason": "patience"}, {"request": waiting.request.ask.request_id}, level="warning")
+
+    def _refuse(
+        self, scope: str, pool: Pool, waiting: Waiting, reason: str, now_ms: float, *, detail: str = ""
+    ) -> Iterator[Effect]:
+        """Say no for good, and forget it; `reason` is of `REASONS`. Whoever calls notes it."""
+        request, ask = waiting.request, waiting.request.ask
+        term = self.offices.term(scope)
+        yield Publish(
+            PlacementRefused(
+                id=f"{ask.request_id}:refused:{self.site}:{request.attempt}:{request.revision}:{term}",
+                cause=request.id,
+                term=term,
+                time_unix_ms=int(now_ms),
+                site=self.site,
+                request_id=ask.request_id,
+                gateway=ask.gateway,
+                model=ask.model,
+                version=ask.version,
+                attempt=request.attempt,
+                revision=request.revision,
+                reason=reason,
+                status=REASONS[reason],
+                retry_after_s=1.0,
+                detail=detail,
             )
-            yield Note("refused", {"reason": "patience"}, {"request": ask.request_id}, level="warning")
-            self._drop_waiting(pool, ask.request_id)
+        )
+        self._drop_waiting(pool, ask.request_id)
 
     def _repeat_unconfirmed(self, now_ms: float) -> Iterator[Effect]:
         """Plain messages can be lost before a stream has them: what did not come back is said again."""

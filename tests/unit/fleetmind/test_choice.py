@@ -214,12 +214,41 @@ def test_what_others_run_there_counts_until_it_is_ours() -> None:
 def test_pace_follows_what_ends_and_forgets_slowly() -> None:
     """The first requests make it, later ones move it by a thirtieth each."""
     pace = Pace()
-    for _ in range(10):
-        pace.learn(4_000.0, 40.0, 100.0)
+    for n in range(10):
+        pace.learn(4_000.0, 40.0, 100.0, 100.0 * n)
     assert (pace.stay_ms, pace.tpot_ms, pace.decode_tokens) == pytest.approx((4_000.0, 40.0, 100.0))
-    pace.learn(40_000.0, None, 100.0)
+    pace.learn(40_000.0, None, 100.0, 1_000.0)
     assert 4_000.0 < pace.stay_ms < 8_000.0
     assert pace.tpot_ms == pytest.approx(40.0)
+
+
+def test_a_site_that_was_slow_is_tried_again() -> None:
+    """A throttled home lost all its work, so no answer ever said that it was well again: it stayed empty for good."""
+    bench = bench_of(small_fleet())
+
+    def served(name: str, site: str, tpot_ms: float) -> None:
+        one = make_ask(name)
+        bench.feed(requested(one, site), assigned(one, site))
+        end = finished(one, instance=f"{site}-0")
+        times = msgspec.structs.replace(end.times, queue_ms=10.0, tpot_ms=tpot_ms, e2e_ms=100.0 * tpot_ms)
+        bench.feed(msgspec.structs.replace(end, served_site=site, output_tokens=100, times=times))
+
+    def next_site(name: str) -> str:
+        bench.report()
+        return ask(bench, name, tpot_ms=100.0).site
+
+    for n in range(20):
+        served(f"slow-{n}", "b", 180.0)
+        served(f"fast-{n}", "c", 30.0)
+    assert next_site("shunned") == "c"
+    bench.now_ms += 60_000
+    assert next_site("tried") == "b"
+    served("well", "b", 30.0)
+    assert next_site("home") == "b"
+    bench.now_ms += 60_000
+    for n in range(3):
+        served(f"slow-again-{n}", "b", 180.0)
+    assert next_site("shunned-again") == "c"
 
 
 def test_rescued_requests_move_before_those_that_can_wait() -> None:
