@@ -14,11 +14,9 @@ import msgspec
 
 from tokenfleet.eligibility import UNKNOWN_RTT_MS, Heard
 from tokenfleet.fleet import Fleet
-from tokenfleet.fleetmind.state import Load, Pace, Path, Road, State
+from tokenfleet.fleetmind.state import UNKNOWN_PREFILL_TOKENS_PER_S, Load, Pace, Path, Road, State
 from tokenfleet_schemas.request import Ask
 
-#: prefill rate of a pool of which nobody knows one, tokens/s; as TokenPilot's, for comparing only
-UNKNOWN_PREFILL_TOKENS_PER_S = 2_000.0
 #: a report this old is as good as a fresh one: agents report every second
 CURRENT_MS = 2_500.0
 #: a probe older than this no longer says that a path is short

@@ -22,7 +22,7 @@ from tokenfleet.eligibility import HOP_BASE_MS, fraction, no_site_reason
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import costs
 from tokenfleet.fleetmind.costs import Site
-from tokenfleet.fleetmind.state import INFINITY, Pace, Road, State
+from tokenfleet.fleetmind.state import INFINITY, UNKNOWN_PREFILL_TOKENS_PER_S, Pace, Road, State
 from tokenfleet.fleetmind.view import View
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
@@ -351,7 +351,7 @@ def move(view: View, road: Road, now_ms: float, *, among: Collection[str] = ()) 
         if not has_room(view.fleet, road, site):
             continue
         farther_ms = max(0.0, 2.0 * (site.rtt_ms - here.rtt_ms))
-        rate = site.pool.rate_one or costs.UNKNOWN_PREFILL_TOKENS_PER_S
+        rate = site.pool.rate_one or UNKNOWN_PREFILL_TOKENS_PER_S
         lost_tokens = max(0, road.prefix_hit_tokens - site.hit_tokens)
         gain_ms = waiting_ms - site.terms["wait_ms"] - farther_ms - 1000.0 * lost_tokens / rate
         site.terms["gain_ms"] = gain_ms

@@ -19,6 +19,8 @@ from tokenfleet_schemas.request import Ask
 #: site, model, version
 PoolKey = tuple[str, str, str]
 INFINITY = float("inf")
+#: prefill rate of a pool of which nobody knows one, tokens/s; as TokenPilot's, for comparing only
+UNKNOWN_PREFILL_TOKENS_PER_S = 2_000.0
 TOMBSTONE_MS = 600_000.0
 #: sequences booked are compared with a report over the time in which it may have been sampled, ms
 PEAK_MS = 1_000.0
@@ -139,8 +141,8 @@ class Load(msgspec.Struct, dict=True):
     #: prompt tokens of what was assigned, less what the pool's rate has computed since
     ahead_tokens: float = 0.0
     ahead_ms: float = 0.0
-    #: by which they are computed, tokens/s
-    rate: float = 0.0
+    #: by which they are computed, tokens/s; never 0: what nobody computes would be ahead for good
+    rate: float = UNKNOWN_PREFILL_TOKENS_PER_S
     #: most sequences booked at once in this `PEAK_MS` and in the one before
     peak: int = 0
     peak_before: int = 0

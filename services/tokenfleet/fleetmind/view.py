@@ -10,7 +10,7 @@ from tokenfleet.eligibility import ready_instances, site_out
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.costs import Pool, pool_of
 from tokenfleet.fleetmind.promises import Promises
-from tokenfleet.fleetmind.state import State
+from tokenfleet.fleetmind.state import UNKNOWN_PREFILL_TOKENS_PER_S, State
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
 
@@ -45,8 +45,8 @@ class View:
         pool: Pool | None = roster.sums.get(_SUMS)
         if pool is None:
             pool = roster.sums[_SUMS] = pool_of(fleet, roster)
-            if pool.rate:
-                self.state.load((site, ask.model, ask.version)).set_rate(pool.rate, now_ms)
+            rate = pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S
+            self.state.load((site, ask.model, ask.version)).set_rate(rate, now_ms)
         return pool, "" if roster else roster.why
 
     def closed(self, ask: Ask, site: str, now_ms: float) -> float:

@@ -251,6 +251,26 @@ def test_a_site_that_was_slow_is_tried_again() -> None:
     assert next_site("shunned-again") == "c"
 
 
+def test_prefill_of_engines_that_tell_no_rate_is_computed_too() -> None:
+    """No agent knew a prefill rate, so nothing that was assigned was ever computed: idle homes stayed full for good."""
+    fleet = wide({"b": 1, "c": 1})
+    for site in "bc":
+        ((name, own),) = fleet.sites[site].instances.items()
+        fleet.sites[site].instances[name] = msgspec.structs.replace(own, prefill_tokens_per_s=0.0)
+    bench = bench_of(fleet)
+    for n in range(30):
+        bench.report(prefill_tokens_per_s=None)
+        one = make_ask(f"served-{n}", input_tokens=2_000)
+        bench.feed(admitted(one), requested(one, "b"), assigned(one, "b"))
+        bench.feed(finished(one, instance="b-0"))
+        bench.now_ms += 1_000
+    bench.now_ms += 2_000
+    bench.report(prefill_tokens_per_s=None)
+    said = ask(bench, "later", input_tokens=64)
+    assert said.site == "b"
+    assert {site.name: site.terms["prefill_ms"] for site in said.sites} == {"b": 0.0, "c": 0.0}
+
+
 def test_rescued_requests_move_before_those_that_can_wait() -> None:
     """One place becomes free at c: it goes to the one that would be late at home, whoever came first."""
     bench = bench_of(wide({"b": 1, "c": 1}))
