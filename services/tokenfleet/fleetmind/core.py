@@ -13,7 +13,7 @@ import msgspec
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import retry_after_s
 from tokenfleet.fleet import Fleet
-from tokenfleet.fleetmind import policy
+from tokenfleet.fleetmind import costs, policy
 from tokenfleet.fleetmind.caches import Caches
 from tokenfleet.fleetmind.longcycle import LongCycle
 from tokenfleet.fleetmind.promises import PLAN_SCOPE
@@ -532,15 +532,23 @@ class FleetMind:
             self._retry(road, term, now_ms)
 
     def _learn(self, message: OutcomeFinished, now_ms: float) -> None:
-        """How long requests stay at a site, and at what pace they are answered."""
+        """How long requests stay at a site, how fast their prompts are computed, and at what pace they are answered."""
         times = message.times
         if message.outcome != "completed" or not message.served_site or times.queue_ms is None:
             return
-        if message.request_id not in self.state.roads:
+        road = self.state.roads.get(message.request_id)
+        if road is None:
             return  # a repeated message
         stay_ms = max(0.0, times.e2e_ms - times.queue_ms)
         pace = self.state.load((message.served_site, message.model, message.version)).pace
         pace.learn(stay_ms, times.tpot_ms, float(message.output_tokens), now_ms)
+        if times.ttft_ms is not None and message.stream:
+            cached = message.cached_tokens
+            computed = road.prefill_tokens if cached is None else message.input_tokens - cached
+            first_ms = times.ttft_ms - times.queue_ms
+            away_ms = costs.rtt_ms(self.fleet, self.state, road.ask.entry, message.served_site, now_ms)
+            # a distance that is only supposed must not turn into a rate without bounds
+            pace.learn_rate(computed, max(first_ms - away_ms, first_ms / 2))
 
     def _retry(self, road: Road, term: int, now_ms: float) -> None:
         """The next attempt, elsewhere: its instance failed before the first token."""

@@ -31,6 +31,11 @@ PACE_WEIGHT = 0.03
 PACE_HALF_MS = 10_000.0
 #: answers that come closer together than this forget nothing of what was learned before them, ms
 PACE_STEADY_MS = 5_000.0
+#: prompts shorter than this say little of a prefill rate: overheads are as long
+RATE_PROMPT_TOKENS = 512
+#: weights of a prefill that was faster or slower than what was learned. Who waited behind others shows a part of the
+#: rate only, so the upper edge is followed: an expectile (Newey, Powell, 1987) of 0.3 / (0.3 + 0.02) = 0.94
+RATE_FASTER_WEIGHT, RATE_SLOWER_WEIGHT = 0.3, 0.02
 
 
 class Road(msgspec.Struct):
@@ -90,6 +95,18 @@ class Pace(msgspec.Struct):
     decode_tokens: float = 0.0
     #: of the last answer with a pace, our clock
     heard_ms: float = 0.0
+    #: of one instance, tokens/s; 0: not seen yet
+    prefill_tokens_per_s: float = 0.0
+
+    def learn_rate(self, tokens: float, ms: float) -> None:
+        """Take in a prefill of so many tokens; `ms` from its dispatch to its first token, without the network."""
+        if tokens < RATE_PROMPT_TOKENS or ms <= 0:
+            return
+        seen = 1000.0 * tokens / ms
+        weight = RATE_FASTER_WEIGHT if seen > self.prefill_tokens_per_s else RATE_SLOWER_WEIGHT
+        if not self.prefill_tokens_per_s:
+            weight = 1.0
+        self.prefill_tokens_per_s += weight * (seen - self.prefill_tokens_per_s)
 
     def believed(self, now_ms: float) -> float:
         """How much its slowness still counts, 0 to 1."""

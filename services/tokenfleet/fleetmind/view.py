@@ -45,8 +45,11 @@ class View:
         pool: Pool | None = roster.sums.get(_SUMS)
         if pool is None:
             pool = roster.sums[_SUMS] = pool_of(fleet, roster)
-            rate = pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S
-            self.state.load((site, ask.model, ask.version)).set_rate(rate, now_ms)
+            load = self.state.load((site, ask.model, ask.version))
+            if pool.rate is None and load.pace.prefill_tokens_per_s:
+                pool.rate_one = load.pace.prefill_tokens_per_s
+                pool.rate = pool.rate_one * pool.instances
+            load.set_rate(pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S, now_ms)
         return pool, "" if roster else roster.why
 
     def closed(self, ask: Ask, site: str, now_ms: float) -> float:

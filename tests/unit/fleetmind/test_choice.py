@@ -14,6 +14,7 @@ from tokenfleet.fleetmind import costs, policy
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.fleetmind.costs import Pool, Site
 from tokenfleet.fleetmind.state import Pace, Path
+from tokenfleet_schemas.outcome import Times
 from tokenfleet_schemas.placement import PlacementRequested
 
 WIDE = """
@@ -251,13 +252,20 @@ def test_a_site_that_was_slow_is_tried_again() -> None:
     assert next_site("shunned-again") == "c"
 
 
-def test_prefill_of_engines_that_tell_no_rate_is_computed_too() -> None:
-    """No agent knew a prefill rate, so nothing that was assigned was ever computed: idle homes stayed full for good."""
+def silent_on_rates() -> Bench:
+    """Engines of which nobody declares or reports a prefill rate, as most real ones."""
     fleet = wide({"b": 1, "c": 1})
     for site in "bc":
         ((name, own),) = fleet.sites[site].instances.items()
         fleet.sites[site].instances[name] = msgspec.structs.replace(own, prefill_tokens_per_s=0.0)
-    bench = bench_of(fleet)
+    bench = Bench(FleetMind(fleet, replica="fleetmind-1"), fleet)
+    bench.report(prefill_tokens_per_s=None)
+    return bench
+
+
+def test_prefill_of_engines_that_tell_no_rate_is_computed_too() -> None:
+    """No agent knew a prefill rate, so nothing that was assigned was ever computed: idle homes stayed full for good."""
+    bench = silent_on_rates()
     for n in range(30):
         bench.report(prefill_tokens_per_s=None)
         one = make_ask(f"served-{n}", input_tokens=2_000)
@@ -269,6 +277,26 @@ def test_prefill_of_engines_that_tell_no_rate_is_computed_too() -> None:
     said = ask(bench, "later", input_tokens=64)
     assert said.site == "b"
     assert {site.name: site.terms["prefill_ms"] for site in said.sites} == {"b": 0.0, "c": 0.0}
+
+
+def test_a_rate_that_nobody_tells_is_seen_in_first_tokens() -> None:
+    """Sites computed 8,000 tokens/s and counted as 2,000: a few prompts at home looked like seconds of backlog."""
+    bench = silent_on_rates()
+    for n in range(60):
+        one = make_ask(f"served-{n}", input_tokens=2_000)
+        bench.feed(admitted(one), requested(one, "b"), assigned(one, "b"))
+        end = finished(one, instance="b-0", served_site="b", cached_tokens=400, stream=True)
+        # every other one waited behind somebody else's prompt
+        ttft_ms = 20.0 + 5.0 + (200.0 if n % 2 else 500.0)
+        bench.feed(msgspec.structs.replace(end, times=Times(queue_ms=20.0, ttft_ms=ttft_ms, e2e_ms=900.0)))
+        bench.now_ms += 100
+    bench.now_ms += 5_000
+    bench.report(prefill_tokens_per_s=None)
+    said = ask(bench, "later", input_tokens=4_000)
+    own_ms = {site.name: site.terms["own_ms"] for site in said.sites}
+    assert own_ms["b"] == pytest.approx(4_000 / 8_000 * 1_000, rel=0.1)
+    # of the other nothing was seen: it counts as the slowest known
+    assert own_ms["c"] == own_ms["b"]
 
 
 def test_rescued_requests_move_before_those_that_can_wait() -> None:
