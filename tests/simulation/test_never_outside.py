@@ -9,6 +9,7 @@ whatever happened, when every request has had its end, every counter is exactly 
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.simulation.harness import SMALL, START_MS, Engine, report
@@ -28,6 +29,8 @@ from tests.simulation.messages import (
 from tokenfleet import fleet as fleets
 from tokenfleet import prefix
 from tokenfleet.fleetmind.core import FleetMind
+from tokenfleet.fleetmind.policy import rank
+from tokenfleet.fleetmind.state import PACE_IDLE_MS, Road
 from tokenfleet.slomax.core import SLOMax
 from tokenfleet_schemas.capacity import CapacityProbed
 from tokenfleet_schemas.event import Event
@@ -243,6 +246,48 @@ def test_fleetmind_never_asks_a_forbidden_site(script: list[tuple[str, int, str,
     bench.report()
     play(bench, script)
     check(bench)
+
+
+@settings(max_examples=40, deadline=None, phases=PHASES)
+@given(steps)
+def test_an_idle_fleet_is_seen_as_a_new_one(script: list[tuple[str, int, str, int, bool, int]]) -> None:
+    """After faults and kills FleetMind went on choosing another site over an idle home.
+
+    Whatever is learned or counted fades: some time after the last of it a site costs what it costs a FleetMind that
+    has seen nothing.
+    """
+
+    def costs(core: FleetMind, now_ms: float) -> dict[str, float]:
+        road = Road(make_ask("look", tpot_ms=50.0), now_ms, "look")
+        return {one.name: one.terms["cost_ms"] for one in rank(core.view, road, now_ms).considered}
+
+    bench = Bench(FleetMind(FLEET, replica="fleetmind-1"), FLEET)
+    bench.report()
+    play(bench, script)
+    for n in range(6):
+        end = finished(ask_of(n), instance=f"{SITES[n % 3]}-0", served_site=SITES[n % 3], output_tokens=200)
+        slow = msgspec.structs.replace(end.times, queue_ms=1.0, tpot_ms=5_000.0, e2e_ms=900_000.0)
+        bench.feed(msgspec.structs.replace(end, times=slow))
+    bench.now_ms += PACE_IDLE_MS
+    for (one, other), path in bench.core.state.paths.items():
+        assert path.heard_ms <= bench.now_ms
+        bench.feed(
+            CapacityProbed(
+                id=f"well{one}{other}", site=one, other_site=other, revision=99, rtt_ms=FLEET.rtt_ms(one, other), loss=0.0
+            )
+        )
+    for name, given in list(bench.core.long.promises.state.book.given.items()):
+        bench.feed(
+            ReservationRevoked(
+                id=f"over-{name}", term=2_000, site=given.site, reservation=name, model="m", reason="over", revision=99
+            )
+        )
+    fresh = Bench(FleetMind(FLEET, replica="fleetmind-1"), FLEET)
+    fresh.now_ms = bench.now_ms
+    for one in (bench, fresh):
+        one.core.reconfigure(FLEET, one.now_ms)
+        one.report()
+    assert costs(bench.core, bench.now_ms) == pytest.approx(costs(fresh.core, fresh.now_ms))
 
 
 @settings(max_examples=100, deadline=None, phases=PHASES)

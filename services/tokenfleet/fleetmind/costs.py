@@ -47,6 +47,11 @@ class Pool(msgspec.Struct):
     #: of the oldest of its last reports, our clock, ms
     heard_ms: float = 0.0
 
+    @property
+    def rate_guess(self) -> float:
+        """Its rate, or what is assumed where nobody says one, tokens/s."""
+        return self.rate or UNKNOWN_PREFILL_TOKENS_PER_S * max(1, self.instances)
+
 
 def pool_of(fleet: Fleet, ready: Sequence[Heard]) -> Pool:
     """Sum up the ready instances of a site."""
@@ -169,7 +174,7 @@ def count(site: Site, now_ms: float) -> None:
 def wait_ms(site: Site, pace: Pace, own_kv: float, now_ms: float) -> dict[str, float]:
     """Expected time until a newcomer can begin there: the longest of prefill, sequence and KV queues, ms."""
     pool, load = site.pool, site.load
-    rate = pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S
+    rate = pool.rate_guess
     there = site.there
     if pool.token_budget:
         # Sequences that decode take their token of every step's budget.
@@ -222,7 +227,7 @@ def cost(state: State, road: Road, site: Site, pace: Pace, dearness: float, now_
     slow_ms = 0.0
     if ask.tpot_ms is not None:
         slower_ms = max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
-        slow_ms = pace.decode_tokens * slower_ms * pace.believed(now_ms)
+        slow_ms = pace.decode_tokens * slower_ms * pace.believed(now_ms, idle=site.load is None or site.load.idle)
     site.terms.update(waits)
     site.terms.update(
         own_ms=own_ms,

@@ -26,9 +26,13 @@ TOMBSTONE_MS = 600_000.0
 PEAK_MS = 1_000.0
 #: weight of one more request in what is learned of a pool's pace, once enough have been seen
 PACE_WEIGHT = 0.03
-#: what was learned of a pool's pace counts half after so long without an answer from it, ms: a site that was slow gets
-#: no work, so without this nobody would ever see that it is well again
-PACE_HALF_MS = 10_000.0
+#: what was learned of a pool's pace counts for nothing after so long without an answer from it, ms: a site that was slow
+#: gets no work, so without this nobody would ever see that it is well again. Longer while something of ours is there,
+#: whose end will tell
+PACE_IDLE_MS = 20_000.0
+PACE_BUSY_MS = 60_000.0
+#: prefill rate of a pool of which nobody knows one, tokens/s; as TokenPilot's, for comparing only
+UNKNOWN_PREFILL_TOKENS_PER_S = 2_000.0
 #: answers that come closer together than this forget nothing of what was learned before them, ms
 PACE_STEADY_MS = 5_000.0
 #: prompts shorter than this say little of a prefill rate: overheads are as long
@@ -108,13 +112,14 @@ class Pace(msgspec.Struct):
             weight = 1.0
         self.prefill_tokens_per_s += weight * (seen - self.prefill_tokens_per_s)
 
-    def believed(self, now_ms: float) -> float:
-        """How much its slowness still counts, 0 to 1."""
-        return float(0.5 ** (max(0.0, now_ms - self.heard_ms) / PACE_HALF_MS))
+    def believed(self, now_ms: float, *, idle: bool) -> float:
+        """How much its slowness still counts, 0 to 1; `idle`: nothing that we sent is there."""
+        lasts_ms = PACE_IDLE_MS if idle else PACE_BUSY_MS
+        return max(0.0, 1.0 - max(0.0, now_ms - self.heard_ms) / lasts_ms)
 
     def learn(self, stay_ms: float, tpot_ms: float | None, decode_tokens: float, now_ms: float) -> None:
         """Take in one completed request. The longer nothing came before it, the more it weighs."""
-        forgotten = 1.0 - self.believed(now_ms - PACE_STEADY_MS)
+        forgotten = 1.0 - self.believed(now_ms - PACE_STEADY_MS, idle=True)
         fresh = max(PACE_WEIGHT, 1.0 / (self.seen + 1))
         weight = max(fresh, forgotten)
         self.seen += 1
@@ -155,6 +160,8 @@ class Load(msgspec.Struct, dict=True):
     natives: dict[str, None] = {}
     #: request → KV tokens: booked
     booked: dict[str, int] = {}
+    #: request → prompt tokens to compute: booked
+    prefills: dict[str, int] = {}
     #: prompt tokens of what was assigned, less what the pool's rate has computed since
     ahead_tokens: float = 0.0
     ahead_ms: float = 0.0
@@ -176,13 +183,25 @@ class Load(msgspec.Struct, dict=True):
         self.asked_tokens = sum(self.asked.values())
         self.held_tokens = sum(self.held.values())
         self.booked_kv_tokens = sum(self.booked.values())
+        self.prefill_tokens = sum(self.prefills.values())
 
-    def drop(self, request_id: str) -> None:
+    @property
+    def idle(self) -> bool:
+        """Nothing that we sent is there."""
+        return not (self.booked or self.asked or self.held)
+
+    def drop(self, request_id: str, now_ms: float) -> None:
         """The request is nowhere here."""
+        if request_id in self.booked:
+            self.mark_peak(now_ms)
         self.asked_tokens -= self.asked.pop(request_id, 0)
         self.held_tokens -= self.held.pop(request_id, 0)
         self.natives.pop(request_id, None)
         self.booked_kv_tokens -= self.booked.pop(request_id, 0)
+        self.prefill_tokens -= self.prefills.pop(request_id, 0)
+        # what has ended is computed: the estimate of what is not may not outlive those who brought it
+        self.ahead_tokens = min(self.backlog(now_ms), float(self.prefill_tokens))
+        self.ahead_ms = max(self.ahead_ms, now_ms)
 
     def ask(self, request_id: str, tokens: int) -> None:
         self.asked_tokens += tokens - self.asked.get(request_id, 0)
@@ -192,12 +211,15 @@ class Load(msgspec.Struct, dict=True):
         self.held_tokens += tokens - self.held.get(request_id, 0)
         self.held[request_id] = tokens
 
-    def book(self, request_id: str, kv_tokens: int) -> None:
+    def book(self, request_id: str, kv_tokens: int, prefill_tokens: int, now_ms: float) -> None:
         self.booked_kv_tokens += kv_tokens - self.booked.get(request_id, 0)
         self.booked[request_id] = kv_tokens
+        self.prefill_tokens += prefill_tokens - self.prefills.get(request_id, 0)
+        self.prefills[request_id] = prefill_tokens
+        self.add_ahead(prefill_tokens, now_ms)
 
     def backlog(self, now_ms: float) -> float:
-        """Prompt tokens that were assigned and cannot have been computed yet."""
+        """Prompt tokens that were assigned and cannot have been computed yet; none where nothing is booked."""
         return max(0.0, self.ahead_tokens - self.rate * max(0.0, now_ms - self.ahead_ms) / 1000.0)
 
     def add_ahead(self, tokens: float, now_ms: float) -> None:
@@ -261,9 +283,7 @@ class State(msgspec.Struct):
         """The request is nowhere: not asked, held or booked."""
         load = self.loads.get(self.key(road))
         if load is not None:
-            if road.phase == "assigned":
-                load.mark_peak(now_ms)
-            load.drop(road.ask.request_id)
+            load.drop(road.ask.request_id, now_ms)
 
     def take_load(self, road: Road, now_ms: float) -> None:
         """Count a request where it is now, by its phase."""
@@ -277,8 +297,7 @@ class State(msgspec.Struct):
             if road.home == road.site:
                 load.natives[rid] = None
         elif road.phase == "assigned":
-            load.book(rid, road.kv_tokens)
-            load.add_ahead(road.prefill_tokens, now_ms)
+            load.book(rid, road.kv_tokens, road.prefill_tokens, now_ms)
             load.mark_peak(now_ms)
 
     def sweep(self, now_ms: float) -> None:

@@ -49,7 +49,7 @@ class View:
             if pool.rate is None and load.pace.prefill_tokens_per_s:
                 pool.rate_one = load.pace.prefill_tokens_per_s
                 pool.rate = pool.rate_one * pool.instances
-            load.set_rate(pool.rate or UNKNOWN_PREFILL_TOKENS_PER_S, now_ms)
+            load.set_rate(pool.rate_guess, now_ms)
         return pool, "" if roster else roster.why
 
     def closed(self, ask: Ask, site: str, now_ms: float) -> float:

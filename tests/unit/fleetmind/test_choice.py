@@ -242,7 +242,9 @@ def test_a_site_that_was_slow_is_tried_again() -> None:
         served(f"slow-{n}", "b", 180.0)
         served(f"fast-{n}", "c", 30.0)
     assert next_site("shunned") == "c"
-    bench.now_ms += 60_000
+    bench.now_ms += 10_000
+    assert next_site("still-shunned") == "c"
+    bench.now_ms += 15_000
     assert next_site("tried") == "b"
     served("well", "b", 30.0)
     assert next_site("home") == "b"
@@ -297,6 +299,23 @@ def test_a_rate_that_nobody_tells_is_seen_in_first_tokens() -> None:
     assert own_ms["b"] == pytest.approx(4_000 / 8_000 * 1_000, rel=0.1)
     # of the other nothing was seen: it counts as the slowest known
     assert own_ms["c"] == own_ms["b"]
+
+
+def test_what_is_ahead_is_computed_at_a_pools_rate_and_gone_with_who_brought_it() -> None:
+    """Two instances that nobody knows compute 4,000 tokens/s together; an end takes what is left of its own along."""
+    bench = bench_of(small_fleet(prefill_tokens_per_s=0))
+    bench.report(prefill_tokens_per_s=None)
+    one, two = make_ask("r1", input_tokens=10_000), make_ask("r2", input_tokens=6_000)
+    bench.feed(requested(one, "b"), assigned(one, "b"), requested(two, "b"), assigned(two, "b"))
+    load = bench.core.state.loads["b", "m", "1"]
+    ask(bench, "r3")
+    assert load.backlog(bench.now_ms) == 16_000
+    bench.now_ms += 1_000
+    assert load.backlog(bench.now_ms) == 12_000
+    bench.feed(finished(one, instance="b-0"))
+    assert load.backlog(bench.now_ms) == 6_000
+    bench.feed(finished(two, "failed_midstream", instance="b-0"))
+    assert load.backlog(bench.now_ms) == 0
 
 
 def test_rescued_requests_move_before_those_that_can_wait() -> None:
