@@ -51,4 +51,7 @@ class CapacityProbed(Event, frozen=True, kw_only=True, tag="tokenfleet.capacity.
     revision: int
     rtt_ms: float | None = None
     loss: float | None = None
+    #: what a transfer from the other site to this one got, its slow start included
     bytes_per_s: float | None = None
+    #: age of `bytes_per_s` when sent, ms: bandwidth is measured more seldom than the round trip
+    bandwidth_age_ms: float | None = None

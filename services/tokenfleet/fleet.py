@@ -96,6 +96,15 @@ class Planning(Table, frozen=True, kw_only=True):
     time_scale: float = 1.0
 
 
+class Probing(Table, frozen=True, kw_only=True):
+    """`[probing]`: what site agents send one another to learn the network's bandwidth."""
+
+    #: size of one timed transfer, at most 1 MiB; 0: bandwidth is not probed
+    bandwidth_bytes: int = 262_144
+    #: between two of them from one site to another, s; at least 10
+    bandwidth_every_s: float = 60.0
+
+
 class Actuator(Table, frozen=True, kw_only=True):
     """`[sites.NAME.actuator]`: how a site's agent starts and stops its instances; without it nobody does."""
 
@@ -170,6 +179,8 @@ class Site(Table, frozen=True, kw_only=True):
     #: what an hour of one GPU costs here, in any one currency, for reports; null: unknown
     gpu_hour_price: float | None = None
     actuator: Actuator | None = None
+    #: where other sites' agents reach this one's HTTP port, to measure bandwidth; empty: nobody does
+    probe_url: str = ""
     instances: dict[str, Instance] = {}
 
 
@@ -250,6 +261,7 @@ class _File(Table, frozen=True, kw_only=True):
     #: round-trip times between sites, ms: `[network.rtt_ms]  a-b = 5`
     network: dict[str, dict[str, float]] = {}
     planning: Planning = Planning()
+    probing: Probing = Probing()
     reservations: dict[str, Promise] = {}
 
 
@@ -265,6 +277,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rtt: dict[tuple[str, str], float]
     classification: Classification = Classification()
     planning: Planning = Planning()
+    probing: Probing = Probing()
     reservations: dict[str, Promise] = {}
 
     def objectives(self, tenant: str, service_class: str) -> ServiceClass:
@@ -393,6 +406,7 @@ def _check(raw: _File) -> Fleet:
     for site_name, site in raw.sites.items():
         where = f"sites.{site_name}"
         price = site.gpu_hour_price
+        expect(not site.probe_url or site.probe_url.startswith(("http://", "https://")), f"{where}.probe_url: no URL")
         expect(price is None or price >= 0, f"{where}.gpu_hour_price must not be negative")
         expect(0 < site.load_ceiling <= 1, f"{where}.load_ceiling must be in (0, 1]")
         for model, homes in site.homes.items():
@@ -476,6 +490,9 @@ def _check(raw: _File) -> Fleet:
             continue
         expect(value >= 0, f"network.rtt_ms.{pair} must not be negative")
         rtt[ends] = value
+    probing = raw.probing
+    expect(0 <= probing.bandwidth_bytes <= 1_048_576, "probing.bandwidth_bytes must be in [0, 1048576]")
+    expect(probing.bandwidth_every_s >= 10, "probing.bandwidth_every_s must be at least 10")
     findings += _check_planning(raw)
     if findings:
         raise FleetError(findings)
@@ -489,6 +506,7 @@ def _check(raw: _File) -> Fleet:
         rtt=rtt,
         classification=raw.classification,
         planning=raw.planning,
+        probing=raw.probing,
         reservations=raw.reservations,
     )
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
+from aiohttp import web
 
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.emulator import Emulator
@@ -21,9 +23,11 @@ from tokenfleet.local.nats import NatsServer
 from tokenfleet.runtime.bus import Bus
 from tokenfleet.runtime.clock import Clock
 from tokenfleet.runtime.permissions import nats_users, user_names
+from tokenfleet.runtime.probe import Responder
 from tokenfleet.runtime.settings import Settings
 from tokenfleet.siteagent.core import SiteAgentCore
-from tokenfleet.siteagent.service import Agent, connect_ms
+from tokenfleet.siteagent.probing import connect_ms, throughput
+from tokenfleet.siteagent.service import Agent
 from tokenfleet.siteagent.settings import Knobs
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
@@ -262,6 +266,92 @@ async def test_the_way_to_other_sites_is_measured(engines: Engines) -> None:
     await engines.emulator.stop()
     assert await connect_ms(engines.addresses["c1"]["url"], 1000) is not None
     assert await connect_ms("http://name.invalid:80", 1000) is None
+
+
+class Link:
+    """Another site's end of the network: answers probes, at the pace of a link that can be narrowed."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.piece_ms = 0.0
+        self.answered = 0
+        self.responder = Responder(lambda: self.now_s)
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.answered += 1
+        if not self.piece_ms:
+            return await self.responder.answer(request)
+        size = int(request.query["bytes"])
+        response = web.StreamResponse(headers={"Content-Length": str(size)})
+        await response.prepare(request)
+        for _ in range(16):
+            await response.write(bytes(size // 16))
+            await asyncio.sleep(self.piece_ms / 1000)
+        return response
+
+
+@pytest.fixture
+async def link() -> AsyncIterator[Link]:
+    found = Link()
+    app = web.Application()
+    app.router.add_get("/probe", found.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield found
+    await runner.cleanup()
+
+
+async def test_a_brown_out_of_a_link_is_measured(engines: Engines, link: Link) -> None:
+    """A link that connects as fast as ever and carries a fiftieth: only a transfer shows it."""
+    fleet = engines.fleet
+    c = msgspec.structs.replace(fleet.sites["c"], probe_url=link.url)
+    probing = msgspec.structs.replace(fleet.probing, bandwidth_every_s=0.05)
+    fleet = msgspec.structs.replace(fleet, sites={**fleet.sites, "c": c}, probing=probing)
+    async with agent(fleet) as (_, heard):
+
+        async def measured(holds: Callable[[float], bool]) -> CapacityProbed:
+            async with asyncio.timeout(20):
+                while True:
+                    for event in heard.events:
+                        if isinstance(event, CapacityProbed) and event.bytes_per_s and holds(event.bytes_per_s):
+                            return event
+                    await asyncio.sleep(0.02)
+
+        well = await measured(lambda rate: rate > 300_000)
+        assert well.bandwidth_age_ms is not None
+        assert well.bandwidth_age_ms >= 0
+        link.piece_ms = 80.0
+        heard.events.clear()
+        # a quarter of a megabyte in 1.2 s, or slower on a slow machine
+        slow = await measured(lambda rate: rate < 300_000)
+        assert slow.loss == 0
+        off = msgspec.structs.replace(fleet, probing=msgspec.structs.replace(fleet.probing, bandwidth_bytes=0))
+    async with agent(off) as (_, heard):
+        before = link.answered
+        while not [e for e in heard.events if isinstance(e, CapacityProbed)]:
+            await asyncio.sleep(0.02)
+        assert link.answered == before
+
+
+async def test_probes_are_answered_within_a_rate(link: Link) -> None:
+    """Whoever asks all the time gets four megabytes at once, then one a second, and never a large answer."""
+    async with aiohttp.ClientSession() as session:
+
+        async def status(size: str) -> int:
+            async with session.get(f"{link.url}/probe", params={"bytes": size}) as answer:
+                assert len(await answer.read()) == (int(size) if answer.status == 200 else answer.content_length)
+                return answer.status
+
+        assert [await status("1048576") for _ in range(5)] == [200] * 4 + [429]
+        link.now_s += 0.5
+        assert [await status("524288"), await status("1")] == [200, 429]
+        link.now_s += 1.0
+        assert [await status(size) for size in ("1048577", "0", "-1", "many")] == [400] * 4
+        assert (await throughput(session, link.url, 262_144) or 0.0) > 0
+        assert await throughput(session, "http://127.0.0.1:9", 1_000) is None
 
 
 # --- the process ------------------------------------------------------------------------------------------------

@@ -230,12 +230,16 @@ def check(bench: Bench) -> None:
     for n in range(6):
         bench.feed(finished(ask_of(n), "cancelled", attempt=0))
     if isinstance(bench.core, FleetMind):
-        for name, given in list(bench.core.long.promises.state.book.given.items()):
-            revoked = ReservationRevoked(
-                id=f"over-{name}", term=2_000, site=given.site, reservation=name, model="m", reason="over", revision=99
-            )
-            bench.feed(revoked)
+        revoke_all(bench)
     bench.check_zero()
+
+
+def revoke_all(bench: Bench) -> None:
+    for name, known in list(bench.core.long.promises.state.book.given.items()):
+        revoked = ReservationRevoked(
+            id=f"over-{name}", term=2_000, site=known.site, reservation=name, model="m", reason="over", revision=99
+        )
+        bench.feed(revoked)
 
 
 @settings(max_examples=100, deadline=None, phases=PHASES)
@@ -269,19 +273,10 @@ def test_an_idle_fleet_is_seen_as_a_new_one(script: list[tuple[str, int, str, in
         slow = msgspec.structs.replace(end.times, queue_ms=1.0, tpot_ms=5_000.0, e2e_ms=900_000.0)
         bench.feed(msgspec.structs.replace(end, times=slow))
     bench.now_ms += PACE_IDLE_MS
-    for (one, other), path in bench.core.state.paths.items():
-        assert path.heard_ms <= bench.now_ms
-        bench.feed(
-            CapacityProbed(
-                id=f"well{one}{other}", site=one, other_site=other, revision=99, rtt_ms=FLEET.rtt_ms(one, other), loss=0.0
-            )
-        )
-    for name, given in list(bench.core.long.promises.state.book.given.items()):
-        bench.feed(
-            ReservationRevoked(
-                id=f"over-{name}", term=2_000, site=given.site, reservation=name, model="m", reason="over", revision=99
-            )
-        )
+    for a, b in list(bench.core.state.paths):
+        rtt_ms = FLEET.rtt_ms(a, b)
+        bench.feed(CapacityProbed(id=f"well{a}{b}", site=a, other_site=b, revision=99, rtt_ms=rtt_ms, loss=0.0))
+    revoke_all(bench)
     fresh = Bench(FleetMind(FLEET, replica="fleetmind-1"), FLEET)
     fresh.now_ms = bench.now_ms
     for one in (bench, fresh):

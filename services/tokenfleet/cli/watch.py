@@ -173,7 +173,9 @@ def _reported(event: Any) -> Iterable[str]:
 
 
 def _probed(event: Any) -> Iterable[str]:
+    rate = None if event.bytes_per_s is None else event.bytes_per_s / 1e6
     yield f"to {event.other_site}: rtt {_number(event.rtt_ms, ' ms')} loss {_percent(event.loss)}"
+    yield f"{_number(rate, ' MB/s')}"
 
 
 def _measured(event: Any) -> Iterable[str]:

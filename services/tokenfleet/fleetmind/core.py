@@ -584,7 +584,7 @@ class FleetMind:
 
     def _probed(self, message: CapacityProbed, now_ms: float) -> None:
         self.state.paths[message.site, message.other_site] = Path(
-            now_ms, message.rtt_ms, message.loss, message.bytes_per_s
+            now_ms, message.rtt_ms, message.loss, message.bytes_per_s, now_ms - (message.bandwidth_age_ms or 0.0)
         )
 
     # ------------------------------------------------------------------ offices, time

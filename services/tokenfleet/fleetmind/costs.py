@@ -21,6 +21,10 @@ from tokenfleet_schemas.request import Ask
 CURRENT_MS = 2_500.0
 #: a probe older than this no longer says that a path is short
 PROBED_MS = 45_000.0
+#: a bandwidth measured longer ago makes no path fast
+BANDWIDTH_MS = 300_000.0
+#: what a transfer gets where nobody measured it, bytes/s
+UNKNOWN_BYTES_PER_S = 12_500_000.0
 #: what a lost packet costs beside the round trip: the initial retransmission time-out of TCP (RFC 6298), ms
 RETRANSMIT_MS = 1_000.0
 #: price of compute that a prefill burns, in its own time: takes room from everybody behind it (as TokenPilot's mu)
@@ -129,12 +133,30 @@ def rtt_ms(fleet: Fleet, state: State, one: str, other: str, now_ms: float) -> f
     return path_rtt_ms(path, fleet.rtt_ms(one, other), now_ms)
 
 
-def transfer_ms(state: State, ask: Ask, site: str, decode_tokens: float) -> float:
-    """How long body and answer take on the wire, where the path's bandwidth is known, ms."""
-    path = state.paths.get((ask.entry, site)) or state.paths.get((site, ask.entry))
-    if ask.entry == site or path is None or not path.bytes_per_s:
+def bytes_per_s(state: State, to: str, of: str, now_ms: float) -> float:
+    """What a transfer between two sites gets, bytes/s: as measured in its direction, else in the other, else assumed.
+
+    What was measured long ago makes no path faster than one of which nobody knows anything.
+    """
+    for path in (state.paths.get((to, of)), state.paths.get((of, to))):
+        if path is not None and path.bytes_per_s:
+            known = max(1.0, path.bytes_per_s)
+            return known if now_ms - path.bytes_ms <= BANDWIDTH_MS else min(known, UNKNOWN_BYTES_PER_S)
+    return UNKNOWN_BYTES_PER_S
+
+
+def transfer_ms(state: State, ask: Ask, site: str, now_ms: float) -> float:
+    """How long the body takes on the wire before anything can begin, ms."""
+    if ask.entry == site:
         return 0.0
-    return 1000.0 * (ask.request_bytes + decode_tokens * STREAM_BYTES_PER_TOKEN) / path.bytes_per_s
+    return 1000.0 * ask.request_bytes / bytes_per_s(state, site, ask.entry, now_ms)
+
+
+def stream_tpot_ms(state: State, ask: Ask, site: str, now_ms: float) -> float:
+    """The pace at which the way back alone would bring tokens, ms each: a stream is no faster."""
+    if ask.entry == site:
+        return 0.0
+    return 1000.0 * STREAM_BYTES_PER_TOKEN / bytes_per_s(state, ask.entry, site, now_ms)
 
 
 def shares(site: Site) -> dict[str, float]:
@@ -222,12 +244,13 @@ def cost(state: State, road: Road, site: Site, pace: Pace, dearness: float, now_
     own_ms = 1000.0 * own_tokens / rate_one
     waits = wait_ms(site, pace, ask.input_tokens + pace.decode_tokens, now_ms)
     # The question to its TokenPilot and the request itself each take a round trip before the first token.
-    network_ms = 2.0 * site.rtt_ms + transfer_ms(state, ask, site.name, 0.0)
+    network_ms = 2.0 * site.rtt_ms + transfer_ms(state, ask, site.name, now_ms)
     ttft_ms = waits["wait_ms"] + waits["age_ms"] + own_ms + network_ms
     slow_ms = 0.0
     if ask.tpot_ms is not None:
-        slower_ms = max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
-        slow_ms = pace.decode_tokens * slower_ms * pace.believed(now_ms, idle=site.load is None or site.load.idle)
+        believed = pace.believed(now_ms, idle=site.load is None or site.load.idle)
+        slower_ms = believed * max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
+        slow_ms = pace.decode_tokens * max(slower_ms, stream_tpot_ms(state, ask, site.name, now_ms) - ask.tpot_ms)
     site.terms.update(waits)
     site.terms.update(
         own_ms=own_ms,

@@ -26,13 +26,11 @@ TOMBSTONE_MS = 600_000.0
 PEAK_MS = 1_000.0
 #: weight of one more request in what is learned of a pool's pace, once enough have been seen
 PACE_WEIGHT = 0.03
-#: what was learned of a pool's pace counts for nothing after so long without an answer from it, ms: a site that was slow
-#: gets no work, so without this nobody would ever see that it is well again. Longer while something of ours is there,
-#: whose end will tell
+#: what was learned of a pool's pace counts for nothing after so long without an answer from it, ms: a site that was
+#: slow gets no work, so without this nobody would ever see that it is well again. Longer while something of ours is
+#: there, whose end will tell
 PACE_IDLE_MS = 20_000.0
 PACE_BUSY_MS = 60_000.0
-#: prefill rate of a pool of which nobody knows one, tokens/s; as TokenPilot's, for comparing only
-UNKNOWN_PREFILL_TOKENS_PER_S = 2_000.0
 #: answers that come closer together than this forget nothing of what was learned before them, ms
 PACE_STEADY_MS = 5_000.0
 #: prompts shorter than this say little of a prefill rate: overheads are as long
@@ -146,7 +144,9 @@ class Path(msgspec.Struct):
     heard_ms: float
     rtt_ms: float | None = None
     loss: float | None = None
+    #: from the second to the first, and when that was measured
     bytes_per_s: float | None = None
+    bytes_ms: float = 0.0
 
 
 class Load(msgspec.Struct, dict=True):

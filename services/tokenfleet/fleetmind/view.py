@@ -10,7 +10,7 @@ from tokenfleet.eligibility import ready_instances, site_out
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.costs import Pool, pool_of
 from tokenfleet.fleetmind.promises import Promises
-from tokenfleet.fleetmind.state import UNKNOWN_PREFILL_TOKENS_PER_S, State
+from tokenfleet.fleetmind.state import State
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
 

@@ -37,6 +37,7 @@ from tokenfleet.gateway.settings import Limits
 from tokenfleet.gateway.state import Dispatch, End, Interrupt, Refuse
 from tokenfleet.gateway.tokenization import Tokenization, TokenizationError
 from tokenfleet.runtime.bus import BusDown, Reader
+from tokenfleet.runtime.probe import Responder
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.service import main as run_service
 from tokenfleet_schemas.admission import REASONS
@@ -511,6 +512,7 @@ async def body(service: Service) -> None:
     database = create_engine(service.settings.postgres_url, application="tokenfleet-gateway")
     try:
         keeper = Gatekeeper(service, find_key=functools.partial(api_keys.find, database))
+        service.page("probe", Responder(asyncio.get_running_loop().time).answer)
         await keeper.run()
     except GatewayError as error:
         service.log.error("cannot serve", extra={"error": str(error)})

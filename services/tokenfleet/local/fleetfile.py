@@ -26,10 +26,14 @@ def emulated(fleet: Fleet) -> list[str]:
 def resolve(text: str, *, ports: Mapping[str, int], host: str = "127.0.0.1") -> str:
     """The file's text with the emulated instances' addresses filled in.
 
-    `ports` holds `<instance>` (the API) and `<instance>.admin` for each. Comments are lost: this is a derived file.
+    `ports` holds `<instance>` (the API) and `<instance>.admin` for each, `<process>.metrics` for agents and
+    gateways. Comments are lost: this is a derived file.
     """
     raw = tomllib.loads(text)
-    for site in raw.get("sites", {}).values():
+    for site_name, site in raw.get("sites", {}).items():
+        for process in (f"siteagent-{site_name}", f"gateway-{site_name}", "gateway" if site.get("entry") else ""):
+            if f"{process}.metrics" in ports:
+                site.setdefault("probe_url", f"http://{host}:{ports[f'{process}.metrics']}")
         for name, instance in site.get("instances", {}).items():
             if instance.get("profile"):
                 instance["url"] = f"http://{host}:{ports[name]}"

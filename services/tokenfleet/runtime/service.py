@@ -48,12 +48,17 @@ class Service:
         self._reloaded: list[Callable[[Fleet], None]] = []
         path = Path(settings.fleet)
         self._fleet_bytes = path.read_bytes() if path.is_file() else b""
+        self._pages: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
 
     def ready_when(self, name: str, check: Callable[[], bool]) -> None:
         """/readyz answers 200 only while every check says true."""
         self._checks[name] = check
+
+    def page(self, name: str, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
+        """Answer `GET /<name>` beside health and metrics."""
+        self._pages[name] = answer
 
     def not_ready(self) -> list[str]:
         """Names of the checks that fail now."""
@@ -110,6 +115,7 @@ class Service:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/{page}", self._page)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.settings.host, self.settings.metrics_port)
@@ -124,6 +130,12 @@ class Service:
         if failing:
             return web.Response(status=503, text="not ready: " + ", ".join(failing) + "\n")
         return web.Response(text="ready\n")
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        answer = self._pages.get(request.match_info["page"])
+        if answer is None:
+            raise web.HTTPNotFound
+        return await answer(request)
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         page = prometheus_client.generate_latest(self.metrics)

@@ -8,7 +8,7 @@ from tokenfleet.fleet import Fleet, Instance
 from tokenfleet.siteagent import policy
 from tokenfleet.siteagent.actuation import Act, Action, Actuation
 from tokenfleet.siteagent.settings import Knobs
-from tokenfleet.siteagent.state import Actuated, Path, ProbeTaken, Record, Sample
+from tokenfleet.siteagent.state import Actuated, BandwidthTaken, Path, ProbeTaken, Record, Sample
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.plan import PlanIssued
@@ -52,6 +52,8 @@ class SiteAgentCore:
                 yield from self._sampled(message, record, now_ms)
         elif isinstance(message, ProbeTaken):
             yield from self._probed(message, now_ms)
+        elif isinstance(message, BandwidthTaken):
+            self._measured_path(message, now_ms)
         elif isinstance(message, PlanIssued) and message.site == self.site:
             if self.actuation.plan(message, now_ms):
                 self._applied_ms.pop(message.model, None)
@@ -238,9 +240,14 @@ class SiteAgentCore:
 
     def _probed(self, probe: ProbeTaken, now_ms: float) -> Iterator[Effect]:
         path = self.paths.setdefault(probe.other_site, Path())
-        path.probes = [*path.probes, probe.rtt_ms][-self.knobs.probe_window :]
+        path.probes = [*path.probes, probe.rtts_ms][-self.knobs.probe_window :]
         path.revision = max(path.revision + 1, int(now_ms))
-        answered = [rtt for rtt in path.probes if rtt is not None]
+        taken = [rtt for rtts in path.probes for rtt in rtts]
+        answered = [[rtt for rtt in rtts if rtt is not None] for rtts in path.probes]
+        # of one probe the shortest: this process may have been late to look
+        shortest = [min(rtts) for rtts in answered if rtts]
+        age_ms = now_ms - path.bandwidth_ms
+        known = bool(path.bandwidths) and age_ms <= self.knobs.bandwidth_kept_ms
         yield Publish(
             CapacityProbed(
                 id=f"probe:{self.site}:{probe.other_site}:{path.revision}",
@@ -248,10 +255,19 @@ class SiteAgentCore:
                 site=self.site,
                 other_site=probe.other_site,
                 revision=path.revision,
-                rtt_ms=round(median(answered), 3) if answered else None,
-                loss=round(1.0 - len(answered) / len(path.probes), 4),
+                rtt_ms=round(median(shortest), 3) if shortest else None,
+                loss=round(1.0 - sum(map(len, answered)) / len(taken), 4),
+                bytes_per_s=round(max(path.bandwidths)) if known else None,
+                bandwidth_age_ms=round(age_ms, 1) if known else None,
             )
         )
+
+    def _measured_path(self, message: BandwidthTaken, now_ms: float) -> None:
+        """Of two transfers the better counts: one may have met our own load. A failed one says nothing."""
+        if message.bytes_per_s is not None:
+            path = self.paths.setdefault(message.other_site, Path())
+            path.bandwidths = [*path.bandwidths, message.bytes_per_s][-2:]
+            path.bandwidth_ms = now_ms
 
     def _observe(self, name: str, record: Record, now_ms: float) -> None:
         """Tell the actuation what its plan meets; an engine asleep answers and serves nobody."""

@@ -7,24 +7,24 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from tokenfleet.effects import Effect
+from tokenfleet.eligibility import fraction
 from tokenfleet.fleet import Fleet, Instance
+from tokenfleet.runtime.probe import Responder
 from tokenfleet.runtime.runner import Read, Runner
 from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.settings import SettingsError
-from tokenfleet.siteagent import drivers, engines, kv_reader
+from tokenfleet.siteagent import drivers, engines, kv_reader, probing
 from tokenfleet.siteagent.core import Actuate, SiteAgentCore
 from tokenfleet.siteagent.settings import Knobs
-from tokenfleet.siteagent.state import Actuated, Identity, Metrics, ProbeTaken, Sample
+from tokenfleet.siteagent.state import Actuated, BandwidthTaken, Identity, Metrics, ProbeTaken, Sample
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.routes import stream_of, subject_filter
 
@@ -49,6 +49,7 @@ async def body(service: Service) -> None:
         await kv.listen()
     agent = Agent(core, runner, os.environ, core.knobs, kv)
     agents.append(agent)
+    service.page("probe", Responder(asyncio.get_running_loop().time).answer)
     service.on_reload(agent.follow)
     running = asyncio.ensure_future(runner.run())
     current = asyncio.ensure_future(runner.caught_up.wait())
@@ -84,7 +85,6 @@ class Agent:
         self._session: aiohttp.ClientSession | None = None
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._polled: dict[str, Instance] = {}
-        self._fleet: Fleet | None = None
         self._numbers = count(1)
         self._acting: set[asyncio.Task[None]] = set()
 
@@ -133,7 +133,6 @@ class Agent:
 
     def follow(self, fleet: Fleet) -> None:
         """Poll what this fleet declares at the site, stop polling what it does not."""
-        self._fleet = fleet
         if self._kv is not None:
             self._kv.follow(fleet)
         site = fleet.sites.get(self._core.site)
@@ -151,13 +150,16 @@ class Agent:
                     self._start("kv", name, partial(self._listen, self._kv, name, one))
         if self._kv is not None and declared and ("summary", "kv") not in self._tasks:
             self._start("summary", "kv", partial(self._kv.summarise, self._knobs))
-        others = {name for name, other in fleet.sites.items() if name != self._core.site and other.instances}
+        others = {name: other for name, other in fleet.sites.items() if name != self._core.site}
+        wanted = {("probe", name): self._probe for name, other in others.items() if other.instances or other.probe_url}
+        if fleet.probing.bandwidth_bytes:
+            wanted |= {("bandwidth", name): self._bandwidth for name, other in others.items() if other.probe_url}
         for kind, name in list(self._tasks):
-            if kind == "probe" and name not in others:
+            if kind in ("probe", "bandwidth") and (kind, name) not in wanted:
                 self._cancel(kind, name)
-        for name in sorted(others):
-            if ("probe", name) not in self._tasks:
-                self._start("probe", name, partial(self._probe, name))
+        for (kind, name), measure in sorted(wanted.items()):
+            if (kind, name) not in self._tasks:
+                self._start(kind, name, partial(measure, name))
 
     async def stop(self) -> None:
         """End all tasks and connections."""
@@ -234,22 +236,43 @@ class Agent:
     # --- network --------------------------------------------------------------------------------------------
 
     async def _probe(self, other: str) -> None:
-        loop = asyncio.get_running_loop()
+        loop, knobs = asyncio.get_running_loop(), self._knobs
         next_s = loop.time()
         for turn in count():
-            instances = list(self._fleet.sites[other].instances.values()) if self._fleet is not None else []
-            if instances:
-                rtt_ms = await connect_ms(instances[turn % len(instances)].url, self._knobs.probe_timeout_ms)
+            site = self._core.fleet.sites.get(other)
+            urls = [one.url for one in site.instances.values()] if site is not None else []
+            if site is not None and site.probe_url:
+                urls.append(site.probe_url)
+            if urls:
+                url = urls[turn % len(urls)]
+                # one after the other: the shortest is the network's, a longer one may be this process's own delay
+                rtts = [await probing.connect_ms(url, knobs.probe_timeout_ms) for _ in range(knobs.probe_connects)]
+                number = next(self._numbers)
                 self._runner.feed(
                     ProbeTaken(
-                        id=f"probe:{other}:{next(self._numbers)}",
-                        site=self._core.site,
-                        other_site=other,
-                        rtt_ms=rtt_ms,
+                        id=f"probe:{other}:{number}", site=self._core.site, other_site=other, rtts_ms=tuple(rtts)
                     )
                 )
-            next_s = max(next_s + self._knobs.probe_ms / 1000, loop.time())
+            next_s = max(next_s + knobs.probe_ms / 1000, loop.time())
             await asyncio.sleep(next_s - loop.time())
+
+    async def _bandwidth(self, other: str) -> None:
+        while True:
+            fleet = self._core.fleet
+            site, size = fleet.sites.get(other), fleet.probing.bandwidth_bytes
+            if site is not None and site.probe_url and size:
+                taken = await probing.throughput(self._http(), site.probe_url, size)
+                self._runner.feed(
+                    BandwidthTaken(
+                        id=f"bandwidth:{other}:{next(self._numbers)}",
+                        site=self._core.site,
+                        other_site=other,
+                        bytes_per_s=taken,
+                    )
+                )
+            # a part of its own for each pair, so that a fleet started at once does not probe at once
+            part = 0.75 + 0.5 * fraction(self._core.site, other, str(next(self._numbers)))
+            await asyncio.sleep(part * fleet.probing.bandwidth_every_s)
 
 
 class Feeds(Protocol):
@@ -338,26 +361,3 @@ class Engine:
 
 
 _FAILURES = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
-
-
-async def connect_ms(url: str, timeout_ms: float) -> float | None:
-    """How long a TCP connection to a URL's host takes, ms: one round trip, and a refusal is one too. None: lost."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(timeout_ms / 1000):
-            # the name is looked up before the clock starts
-            family, kind, number, _, address = (await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM))[
-                0
-            ]
-            with socket.socket(family, kind, number) as connection:
-                connection.setblocking(False)
-                began_s = loop.time()
-                try:
-                    await loop.sock_connect(connection, address)
-                except ConnectionRefusedError:
-                    pass  # the host answered
-                return (loop.time() - began_s) * 1000
-    except (OSError, TimeoutError):
-        return None

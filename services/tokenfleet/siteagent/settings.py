@@ -45,5 +45,9 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     #: between two probes of another site
     probe_ms: float = 10_000.0
     probe_timeout_ms: float = 3_000.0
+    #: connections of one probe
+    probe_connects: int = 3
     #: probes that a reported round-trip time and loss are made of
     probe_window: int = 6
+    #: a measured bandwidth is said for so long, ms
+    bandwidth_kept_ms: float = 600_000.0

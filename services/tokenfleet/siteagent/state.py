@@ -70,8 +70,16 @@ class ProbeTaken(Event, frozen=True, kw_only=True, tag="siteagent.probe_taken"):
     """One probe of another site: an input of the shell's, never published."""
 
     other_site: str
-    #: None: lost
-    rtt_ms: float | None
+    #: of its connections; None: lost
+    rtts_ms: tuple[float | None, ...]
+
+
+class BandwidthTaken(Event, frozen=True, kw_only=True, tag="siteagent.bandwidth_taken"):
+    """One timed transfer from another site: an input of the shell's, never published."""
+
+    other_site: str
+    #: None: nothing was measured
+    bytes_per_s: float | None
 
 
 class Actuated(Event, frozen=True, kw_only=True, tag="siteagent.actuated"):
@@ -119,7 +127,11 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class Path(msgspec.Struct, kw_only=True):
-    """The network to one other site: round trips of the last probes, None for lost ones."""
+    """The network to one other site."""
 
-    probes: list[float | None] = []
+    #: the last probes, each with the round trips of its connections, None for lost ones
+    probes: list[tuple[float | None, ...]] = []
+    #: of the last two transfers that were measured, bytes/s, and when the last one was
+    bandwidths: list[float] = []
+    bandwidth_ms: float = 0.0
     revision: int = 0

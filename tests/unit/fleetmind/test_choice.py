@@ -13,7 +13,8 @@ from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import costs, policy
 from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.fleetmind.costs import Pool, Site
-from tokenfleet.fleetmind.state import Pace, Path
+from tokenfleet.fleetmind.state import Pace, Path, State
+from tokenfleet_schemas.capacity import CapacityProbed
 from tokenfleet_schemas.outcome import Times
 from tokenfleet_schemas.placement import PlacementRequested
 
@@ -166,6 +167,51 @@ def test_a_path_is_as_short_as_somebody_lately_measured(
 ) -> None:
     """Unknown is far; an old probe cannot make it shorter than declared; loss costs its repetitions."""
     assert costs.path_rtt_ms(path, declared, 0.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ({}, 12.5e6),
+        ({("a", "c"): (1e6, 0.0)}, 1e6),
+        # measured in the direction of the transfer: c took from a
+        ({("a", "c"): (1e6, 0.0), ("c", "a"): (4e6, 0.0)}, 4e6),
+        # long ago: no faster than unknown, but not forgotten to be slow
+        ({("c", "a"): (90e6, -600_000.0)}, 12.5e6),
+        ({("c", "a"): (1e6, -600_000.0)}, 1e6),
+    ],
+)
+def test_a_path_is_as_wide_as_somebody_lately_measured(
+    paths: dict[tuple[str, str], tuple[float, float]], expected: float
+) -> None:
+    """Unknown bandwidth is neither endless nor nothing."""
+    state = State(paths={ends: Path(0.0, 30.0, 0.0, *known) for ends, known in paths.items()})
+    assert costs.bytes_per_s(state, "c", "a", 0.0) == expected
+
+
+def test_a_large_body_does_not_take_a_narrow_way() -> None:
+    """The link home carries 200 kB/s since a brown-out: a body of a megabyte goes to c, a short question stays."""
+    bench = bench_of(small_fleet())
+    probe = CapacityProbed(
+        id="p1", site="b", other_site="a", revision=1, rtt_ms=5.0, loss=0.0, bytes_per_s=2e5, bandwidth_age_ms=9_000.0
+    )
+    bench.feed(probe)
+    assert ask(bench, "long", request_bytes=1_000_000).site == "c"
+    assert ask(bench, "short", request_bytes=2_000).site == "b"
+    bench.feed(msgspec.structs.replace(probe, id="p2", revision=2, bytes_per_s=5e7))
+    assert ask(bench, "well", request_bytes=1_000_000).site == "b"
+
+
+def test_a_way_that_carries_no_stream_in_time_costs_extra() -> None:
+    """2 kB/s bring ten tokens a second: every answer over that link would be late, however idle the site is."""
+    bench = bench_of(small_fleet())
+    bench.core.state.load(("b", "m", "1")).pace = Pace(seen=9, stay_ms=3e3, tpot_ms=30.0, decode_tokens=100.0)
+    bench.core.state.load(("c", "m", "1")).pace = Pace(seen=9, stay_ms=3e3, tpot_ms=30.0, decode_tokens=100.0)
+    bench.feed(
+        CapacityProbed(id="p", site="a", other_site="b", revision=1, rtt_ms=5.0, bytes_per_s=2e3, bandwidth_age_ms=0.0)
+    )
+    assert ask(bench, "r1", tpot_ms=50.0, request_bytes=100).site == "c"
+    assert ask(bench, "r2", tpot_ms=None, request_bytes=100).site == "b"
 
 
 def test_time_that_the_promise_does_not_miss_is_not_worth_a_wan() -> None:

@@ -10,7 +10,7 @@ from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet, parse
 from tokenfleet.siteagent.core import SiteAgentCore
 from tokenfleet.siteagent.settings import Knobs
-from tokenfleet.siteagent.state import Identity, Metrics, ProbeTaken, Sample, Served
+from tokenfleet.siteagent.state import BandwidthTaken, Identity, Metrics, ProbeTaken, Sample, Served
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.plan import PlanApplied, PlanIssued, Target
 
@@ -444,7 +444,7 @@ def test_the_network_is_reported_with_its_losses() -> None:
     said = [
         effect.event
         for turn, rtt in enumerate([30.0, None, 32.0, 31.0])
-        for effect in core.handle(ProbeTaken(id=f"p{turn}", other_site="c", rtt_ms=rtt), T0 + turn)
+        for effect in core.handle(ProbeTaken(id=f"p{turn}", other_site="c", rtts_ms=(rtt,)), T0 + turn)
         if isinstance(effect, Publish)
     ]
     last = said[-1]
@@ -454,11 +454,40 @@ def test_the_network_is_reported_with_its_losses() -> None:
     lost = [
         effect.event
         for turn in range(6)
-        for effect in core.handle(ProbeTaken(id=f"l{turn}", other_site="c", rtt_ms=None), T0 + 10 + turn)
+        for effect in core.handle(ProbeTaken(id=f"l{turn}", other_site="c", rtts_ms=(None,)), T0 + 10 + turn)
         if isinstance(effect, Publish)
     ][-1]
     assert isinstance(lost, CapacityProbed)
     assert (lost.rtt_ms, lost.loss) == (None, 1.0)
+
+
+def test_of_one_probe_the_shortest_connection_is_the_networks() -> None:
+    """An agent that was busy itself measured its own delay, and its whole site looked far away."""
+    core = Agent().core
+    said: list[CapacityProbed] = []
+    for turn, rtts in enumerate([(40.0, 5.0, 5.2), (5.1, 300.0, 80.0), (None, 90.0, 4.9)]):
+        effects = core.handle(ProbeTaken(id=f"p{turn}", other_site="c", rtts_ms=rtts), T0 + turn)
+        said += [one.event for one in effects if isinstance(one, Publish) and isinstance(one.event, CapacityProbed)]
+    assert (said[-1].rtt_ms, said[-1].loss) == (5.0, round(1 / 9, 4))
+
+
+def test_bandwidth_is_said_with_its_age_and_no_longer_than_it_is_true() -> None:
+    """Of two transfers the better counts, a failed one says nothing; unknown stays unknown."""
+    core = Agent().core
+
+    def probed(after_ms: float) -> CapacityProbed:
+        (effect,) = core.handle(ProbeTaken(id=f"p{after_ms}", other_site="c", rtts_ms=(30.0,)), T0 + after_ms)
+        assert isinstance(effect, Publish)
+        assert isinstance(effect.event, CapacityProbed)
+        return effect.event
+
+    assert (probed(0).bytes_per_s, probed(1).bandwidth_age_ms) == (None, None)
+    for turn, rate in enumerate((8e6, 2e6, None)):
+        assert list(core.handle(BandwidthTaken(id=f"b{turn}", other_site="c", bytes_per_s=rate), T0 + 1_000)) == []
+    assert (probed(5_000).bytes_per_s, probed(5_000).bandwidth_age_ms) == (8e6, 4_000.0)
+    list(core.handle(BandwidthTaken(id="b3", other_site="c", bytes_per_s=1e6), T0 + 6_000))
+    assert probed(7_000).bytes_per_s == 2e6
+    assert probed(700_000).bytes_per_s is None
 
 
 def test_a_plan_is_answered_with_what_really_runs() -> None:
