@@ -52,8 +52,14 @@ _LEARNED = (
     "delay_ms", "token_ms", "pair_ms", "step_ms", "kv_ms", "tpot_base_ms", "tpot_sequence_ms", "tpot_kv_ms",
     "tpot_prefill_ms", "slowness",
 )  # fmt: skip
-_COLUMNS = (*_REPORTED, *_BOOKED, *_LEARNED)
+#: what scorers need of all these together: worked out per row when one of them changes, not per decision
+_DERIVED = (
+    "running", "decoders", "kv_booked", "kv_left", "places_left", "step_room", "kv_read", "step_cost_ms", "half_step",
+    "per_token_ms", "queue_token_ms", "tpot_alone_ms", "full_bucket", "soon_tokens",
+)  # fmt: skip
+_COLUMNS = (*_REPORTED, *_BOOKED, *_LEARNED, *_DERIVED)
 _BOOKED_AT, _LEARNED_AT = len(_REPORTED), len(_REPORTED) + len(_BOOKED)
+_DERIVED_AT = _LEARNED_AT + len(_LEARNED)
 #: origins remembered (zone, adapter, version)
 _ORIGINS_MAX = 256
 
@@ -105,9 +111,34 @@ class Board:
     number: Column
     reachable: Column
     breaker: Column
+    #: sequences there, foreign ones included; of them, those that decode
+    running: Column
+    decoders: Column
+    #: KV tokens booked or foreign, and what is left of what may be booked
+    kv_booked: Column
+    kv_left: Column
+    #: sequences that it can take, its breaker's word included
+    places_left: Column
+    #: prompt tokens per step; KV tokens that a step's decodes read; what a step costs beside its tokens
+    step_room: Column
+    kv_read: Column
+    step_cost_ms: Column
+    #: half of the step that is under way
+    half_step: Column
+    #: time per prompt token, and per token of the prefill that is booked, its attention included
+    per_token_ms: Column
+    queue_token_ms: Column
+    #: time per output token without any prefill beside it
+    tpot_alone_ms: Column
+    #: `predictor.bucket` of how full of decodes it is
+    full_bucket: Column
+    #: less prefill than that is as good as none
+    soon_tokens: Column
 
-    def __init__(self, fleet: Fleet, site: str, knobs: Knobs) -> None:
+    def __init__(self, fleet: Fleet, site: str, knobs: Knobs, kv_ahead: float = 0.0) -> None:
         self.fleet, self.site, self.knobs = fleet, site, knobs
+        #: share of the KV capacity that may be booked beyond it
+        self.kv_ahead = kv_ahead
         self.names: list[str] = []
         self.row: dict[str, int] = {}
         self.heards: list[Heard] = []
@@ -116,13 +147,25 @@ class Board:
         self._origins: dict[tuple[str, str, str], Codes] = {}
         self._asks: dict[tuple[str, str, str], Ask] = {}
         self._statics: list[object] = []
-        #: of each row, the report and the coefficients' lists that it shows
+        #: of each row, the report and the coefficients' lists that it shows, and these coefficients
         self._reports: list[CapacityReported | None] = []
         self._learned: list[tuple[list[float] | None, list[float] | None]] = []
+        self._coefficients: list[Sequence[float]] = []
+        #: of each row: KV tokens that may be booked, sequences that it takes
+        self._limits: list[tuple[float, float]] = []
+        #: row → bit of the prefix index
+        self.numbers: npt.NDArray[np.intp] = np.zeros(0, np.intp)
+        #: nothing at all runs there
+        self.empty: Mask = np.zeros(0, np.bool_)
         #: instances that time alone changes: their breaker is not simply closed, or they began a moment ago
         self.watched: set[str] = set()
-        #: `policy.pace` of the present columns
-        self.paced: tuple[Column, Column, Column, Column] | None = None
+        #: instances without an address, whose breaker blocks them, that began a moment ago
+        self.unreachable: set[str] = set()
+        self.broken: set[str] = set()
+        self.cold: set[str] = set()
+        #: no prompt below this is too long for any of them, tokens
+        self.fits_all_tokens = np.inf
+        self._usual_slowness: float | None = None
         #: instances that changed since they were mirrored
         self.dirty: set[str] = set()
 
@@ -140,53 +183,92 @@ class Board:
         self._statics = [None] * len(self.names)
         self._reports = [None] * len(self.names)
         self._learned = [(None, None)] * len(self.names)
-        self.watched, self.dirty, self.paced = set(), set(), None
+        self._coefficients = [()] * len(self.names)
+        self._limits = [(0.0, 0.0)] * len(self.names)
+        self.numbers = np.zeros(len(self.names), np.intp)
+        self.empty = np.zeros(len(self.names), np.bool_)
+        self.watched, self.dirty = set(), set()
+        self.unreachable, self.broken, self.cold = set(), set(), set()
+        self.fits_all_tokens, self._usual_slowness = np.inf, None
 
     def set(self, name: str, heard: Heard, load: Load, model: Model, number: int, now_ms: float) -> None:
         """Mirror one instance: what has not changed since the last time is left as it is."""
-        self.paced = None
         row, report, knobs = self.row[name], heard.report, self.knobs
         self.heards[row] = heard
         if report is not self._reports[row]:
             self._reports[row] = report
             self._report(row, name, heard, number)
-        cap, blocked = np.inf, 0.0
+        cap = np.inf
+        blocked, warmth = False, load.warmth(now_ms)
         if load.breaker.opened_ms is not None:
             state = load.breaker.state(now_ms, knobs)
-            blocked = float(load.breaker.blocks(now_ms, knobs))
+            blocked = load.breaker.blocks(now_ms, knobs)
             if state != "closed":
                 cap = 1.0 if state == "half_open" and not load.breaker.trial else 0.0
-        warmth = load.warmth(now_ms)
         if load.breaker.opened_ms is not None or warmth < 1.0:
             self.watched.add(name)
-        else:
-            self.watched.discard(name)
+            for there, those in ((blocked, self.broken), (warmth < 1.0, self.cold)):
+                if there:
+                    those.add(name)
+                else:
+                    those.discard(name)
+        elif name in self.watched:
+            for those in (self.watched, self.broken, self.cold):
+                those.discard(name)
+        learned = (model.ttft.multiples, model.tpot.multiples)
+        known = self._learned[row]
+        if learned[0] is not known[0] or learned[1] is not known[1]:
+            # Learning makes new lists; lists of equal instances may be copied from one another.
+            self._learned[row] = learned
+            found = (*model.ttft.coefficients(), *model.tpot.coefficients(), model.slowness)
+            self._coefficients[row] = found
+            self._data[_LEARNED_AT:_DERIVED_AT, row] = found
+            self._usual_slowness = None
+        budget, pairs, prefill = report.token_budget, load.pairs, load.prefill_tokens
+        foreign, foreign_kv = load.foreign_sequences, load.foreign_kv_tokens
+        kv_tokens, decoding_kv = load.kv_tokens_expected, load.decoding_kv_tokens * load.kv_scale
+        _, token_ms, pair_ms, step_ms, kv_ms, tpot_base, tpot_sequence, tpot_kv, _, _ = self._coefficients[row]
+        kv_most, sequences_max = self._limits[row]
+        decoders, kv_read = load.decoding + foreign, decoding_kv + foreign_kv
+        step_cost_ms = step_ms + kv_ms * kv_read
+        step_room = max(budget / 8.0, budget - decoders)
+        per_token_ms = token_ms + (step_cost_ms + token_ms * decoders) / step_room
+        self.empty[row] = not load.sequences + foreign
         self._data[_BOOKED_AT:_LEARNED_AT, row] = (
             heard.heard_ms,
             load.sequences,
-            load.prefill_tokens,
-            load.done_max(report.token_budget),
-            load.pairs,
-            load.kv_tokens_expected,
+            prefill,
+            load.done_max(budget),
+            pairs,
+            kv_tokens,
             load.decoding,
-            load.decoding_kv_tokens * load.kv_scale,
-            load.foreign_sequences,
-            load.foreign_kv_tokens,
+            decoding_kv,
+            foreign,
+            foreign_kv,
             cap,
-            int(load.lookahead(knobs) * report.token_budget),
+            int(load.lookahead(knobs) * budget),
             load.anchor_ms,
             np.nan if load.tpot_ms is None else load.tpot_ms,
             warmth,
             load.booked_ms,
             blocked,
         )
-        learned = (model.ttft.multiples, model.tpot.multiples)
-        known = self._learned[row]
-        if learned[0] is not known[0] or learned[1] is not known[1]:
-            # Learning makes new lists; lists of equal instances may be copied from one another.
-            self._learned[row] = learned
-            ttft, tpot = model.ttft.coefficients(), model.tpot.coefficients()
-            self._data[_LEARNED_AT:, row] = (*ttft, *tpot, model.slowness)
+        self._data[_DERIVED_AT:, row] = (
+            load.sequences + foreign,
+            decoders,
+            kv_tokens + foreign_kv,
+            max(0.0, kv_most - kv_tokens - foreign_kv),
+            min(max(sequences_max - load.sequences - foreign, 0.0), cap),
+            step_room,
+            kv_read,
+            step_cost_ms,
+            0.5 if decoders > 0 else 0.0,
+            per_token_ms,
+            per_token_ms + pair_ms * pairs / max(1.0, prefill),
+            tpot_base + tpot_sequence * (decoders + 1.0) + tpot_kv * kv_read,
+            min(4, int(5.0 * decoders / max(1.0, sequences_max))),
+            knobs.feedback_ms / per_token_ms,
+        )
 
     def _report(self, row: int, name: str, heard: Heard, number: int) -> None:
         report, knobs = heard.report, self.knobs
@@ -200,12 +282,21 @@ class Board:
         if total is None:
             sequences_max = min(sequences_max, knobs.unknown_kv_sequences)
         rate = prefill_rate(self.fleet, self.site, heard)
+        kv_total = np.inf if total is None else float(total)
+        model_len = np.inf if report.max_model_len is None else float(report.max_model_len)
+        self.numbers[row] = number
+        self._limits[row] = kv_total * (1.0 + self.kv_ahead), float(sequences_max)
+        self.fits_all_tokens = min(self.fits_all_tokens, kv_total, model_len)
+        if report.endpoint_url:
+            self.unreachable.discard(name)
+        else:
+            self.unreachable.add(name)
         self._data[:_BOOKED_AT, row] = (
             report.token_budget,
             sequences_max,
-            np.inf if total is None else total,
+            kv_total,
             report.kv_tokens_total is not None,
-            np.inf if report.max_model_len is None else report.max_model_len,
+            model_len,
             np.nan if rate is None else rate,
             number,
             bool(report.endpoint_url),
@@ -220,7 +311,7 @@ class Board:
                 codes[row] = self._code(row, self._asks[origin])
 
     def eligible(self, ask: Ask, excluded: Sequence[str], now_ms: float) -> Codes:
-        """Why each is out, as `eligibility.instance_out` says it; a new array."""
+        """Why each is out, as `eligibility.instance_out` says it; to be read only."""
         origin = (ask.entry_zone, ask.adapter, ask.version)
         known = self._origins.get(origin)
         if known is None:
@@ -228,9 +319,12 @@ class Board:
                 self._origins, self._asks = {}, {}
             known = np.array([self._code(row, ask) for row in range(len(self.names))], np.int8)
             self._origins[origin], self._asks[origin] = known, ask
-        codes = known.copy()
         stale = now_ms - self.heard_ms > FRESH_MS
-        if stale.any():
+        any_stale = np.count_nonzero(stale)
+        if not any_stale and not excluded:
+            return known
+        codes = known.copy()
+        if any_stale:
             codes[stale & ((codes == 0) | (codes == CODE["draining"]) | (codes == CODE["not_ready"]))] = CODE["stale"]
         for name in excluded:
             row = self.row.get(name)
@@ -242,23 +336,28 @@ class Board:
         heard = self.heards[row]
         return CODE[instance_out(self.fleet, heard, ask, heard.heard_ms)]
 
-    def sequences_left(self) -> Column:
-        """Sequences that each can take, its breaker's word included."""
-        left = self.sequences_max - self.sequences - self.foreign_sequences
-        return np.minimum(np.maximum(left, 0.0), self.sequences_cap)
+    def usual_slowness(self) -> float:
+        """The median of `slowness`."""
+        if self._usual_slowness is None:
+            count = len(self.names)
+            low, high = (count - 1) // 2, count // 2
+            ordered = np.partition(self.slowness, (low, high))
+            self._usual_slowness = float((ordered[low] + ordered[high]) / 2.0)
+        return self._usual_slowness
 
     def ties(self, request_id: str) -> Column:
         """A number in [0, 1) per row, from names alone: replicas agree and no instance is first by its place."""
         seed = np.frombuffer(blake2b(request_id.encode(), digest_size=8).digest(), np.uint64)[0]
         mixed = (self.hashes ^ seed) * _MIX
-        mixed ^= mixed >> np.uint64(29)
+        mixed ^= mixed >> _29
         mixed *= _MIX
-        fractions: Column = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+        fractions: Column = (mixed >> _11) * 2.0**-53
         return fractions
 
 
 #: an odd 64-bit constant that spreads bits (splitmix64's)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
+_11, _29 = np.uint64(11), np.uint64(29)
 
 
 def prefill_rate(fleet: Fleet, site: str, heard: Heard) -> float | None:

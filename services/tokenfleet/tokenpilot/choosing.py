@@ -27,7 +27,6 @@ from tokenfleet_schemas.request import Ask
 _NAMED_MAX = 16
 #: how old the knowledge may be of who was held long enough, and of which sizes arrive, ms
 _AGED_MS, _NEEDS_MS = 250.0, 500.0
-_LACKS: tuple[Lack, ...] = ("", "sequences", "kv_tokens", "prefill_tokens")
 
 
 class Choosing(Desk):
@@ -49,45 +48,51 @@ class Choosing(Desk):
         situation.margin = margin.share if margin is not None else 0.0
         situation.residual = self._residual(ask)
         asked = self._asked(ask, board, situation.decode_tokens)
-        codes: Codes = np.zeros(len(board.names), np.int8)
+        codes: Codes | None = None
         for one in self.filters:
             found = one(situation, board)
-            codes = np.where(codes == 0, found, codes)
-        ahead, soon = board.prefill_tokens, 0.0 * board.prefill_tokens
+            if found is not None:
+                codes = found if codes is None else np.where(codes == 0, found, codes)
+        able = np.ones(len(board.names), np.bool_) if codes is None else codes == 0
+        ahead = board.prefill_tokens
         if self._reckons:
-            _, _, _, per_token_ms = policy.pace(board)
-            situation.left = ahead = ahead - policy.progress(board, per_token_ms, now_ms)
-            soon = self.knobs.feedback_ms / per_token_ms
-        prefill_left = np.maximum(0.0, board.lookahead_tokens - ahead)
-        lacks = np.where((asked.prefill_tokens > prefill_left) & (ahead > soon), 3, 0)
+            situation.left = ahead = ahead - policy.progress(board, now_ms)
+            busy = ahead > board.soon_tokens
+        else:
+            busy = ahead > 0
+        # What does not fit beside the prefill ahead, where there is any.
+        over = (asked.prefill_tokens > np.maximum(0.0, board.lookahead_tokens - ahead)) & busy
         least = float(asked.prefill_tokens.min())
-        longest = self._longest(self._pool(ask.model, ask.version), board, ahead, codes == 0, least)
+        pool = self._pool(ask.model, ask.version)
+        longest = self._longest(pool, board, ahead, able, least)
         if longest is not None and not self._aged(waiting, least, board, now_ms):
-            lacks[asked.prefill_tokens > longest] = 3
-        lacks = np.where(asked.lacks_kv, 2, lacks)
-        lacks = np.where(asked.sequences_left < 1, 1, lacks)
-        situation.bound_tokens = self._bound_tokens(ask, board, waiting)
-        situation.burn_price = self._burn_price(self._pool(ask.model, ask.version), board)
+            over |= asked.prefill_tokens > longest
+        situation.bound_tokens = self._bound_tokens(pool, board, waiting)
+        situation.burn_price = self._burn_price(pool, board)
         terms = situation.terms = self.scorer(situation, board, asked)
-        able = codes == 0
-        situation.board, situation.able_rows, situation.roomy_rows = board, able, able & (lacks == 0)
-        situation.able = int(able.sum())
+        roomy = able & ~over
+        if asked.lacks_kv is not None:
+            roomy &= ~asked.lacks_kv
+        if asked.has_place is not None:
+            roomy &= asked.has_place
+        situation.board, situation.able_rows, situation.roomy_rows = board, able, roomy
+        situation.able = int(np.count_nonzero(able))
         ties = board.ties(ask.request_id)
         rows = self._named(situation, terms, ties, only)
-        names = list(terms)
-        by_row = np.array([terms[term] for term in names])[:, rows].T.tolist()
-        some = zip(rows, by_row, ties[rows].tolist(), asked.hit_tokens[rows].tolist(), strict=True)
+        at = np.array(rows, np.intp)
+        by_row = zip(*[column[at].tolist() for column in terms.values()], strict=True)
+        some = zip(rows, by_row, ties[at].tolist(), asked.hit_tokens[at].tolist(), strict=True)
         candidates: list[Candidate] = []
         for row, values, tie, hit in some:
             heard, name, rate = board.heards[row], board.names[row], board.rate.item(row)
             work = policy.work_of(ask, int(hit), situation.decode_tokens, heard.report.kv_tokens_total)
             load = self.state.load(name)
             candidate = Candidate(name, heard, load, int(hit), work, None if rate != rate else rate, tie=tie)
-            if codes[row]:
+            if codes is not None and codes[row]:
                 candidate.out = REASONS[codes[row]]
             else:
-                candidate.lacks = _LACKS[lacks[row]]
-                candidate.terms = dict(zip(names, values, strict=True))
+                candidate.lacks = "" if roomy[row] else _lacks(asked, row)
+                candidate.terms = dict(zip(terms, values, strict=True))
             candidates.append(candidate)
         return situation, candidates
 
@@ -101,10 +106,10 @@ class Choosing(Desk):
         preferred = policy.preferences(terms, ties)
         half = max(1, self.knobs.shortlist // 2)
         rows: set[int] = set()
-        for among in (roomy, able):
-            these = np.flatnonzero(among)
+        for among in (roomy,) if np.count_nonzero(roomy) == situation.able else (roomy, able):
+            these = among.nonzero()[0]
             if these.size > half:
-                these = these[np.argpartition(preferred[these], half)[:half]]
+                these = these[preferred[these].argpartition(half)[:half]]
             rows.update(these.tolist())
         if only in board.row:
             rows.add(board.row[only])
@@ -112,19 +117,24 @@ class Choosing(Desk):
 
     def _asked(self, ask: Ask, board: Board, decode_tokens: int) -> Asked:
         chain = self._chain(ask)
-        if chain.size:
-            by_number = self.index.hit_column(chain, ask.prefix_stride)
-            hits = by_number[board.number.astype(np.intp)]
+        hits = self.index.hit_column(chain, ask.prefix_stride)[board.numbers] if chain.size else None
+        if hits is None:
+            hits = np.zeros(len(board.names))
+        else:
             for name, trust in self.exact.distrusted.items():
                 if name in board.row:
                     hits[board.row[name]] *= trust
-        else:
-            hits = np.zeros(len(board.names))
         prefill = np.maximum(1.0, ask.input_tokens - hits)
         kv_tokens = np.minimum(float(ask.input_tokens + decode_tokens), board.kv_total)
-        kv_left = np.maximum(0.0, board.kv_total * (1.0 + self._kv_ahead) - board.kv_tokens - board.foreign_kv_tokens)
-        empty = board.sequences + board.foreign_sequences == 0
-        return Asked(hits, prefill, kv_tokens, board.sequences_left(), kv_left, (kv_tokens > kv_left) & ~empty)
+        lacks_kv = (kv_tokens > board.kv_left) & ~board.empty
+        has_place = board.places_left > 0
+        return Asked(
+            hits,
+            prefill,
+            kv_tokens,
+            None if np.count_nonzero(has_place) == len(board.names) else has_place,
+            lacks_kv if np.count_nonzero(lacks_kv) else None,
+        )
 
     def _chain(self, ask: Ask) -> Chain:
         if not ask.prefix:
@@ -159,7 +169,7 @@ class Choosing(Desk):
         instances = self.state.view.instances(self.site)
         board = self._boards.get(model)
         if board is None or board.fleet is not self.fleet:
-            board = self._boards[model] = Board(self.fleet, self.site, self.knobs)
+            board = self._boards[model] = Board(self.fleet, self.site, self.knobs, self._kv_ahead)
             self._lay_out(model, board, instances, now_ms)
             return board
         dirty = board.dirty | board.watched
@@ -183,18 +193,18 @@ class Choosing(Desk):
     def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
         board.set(name, heard, self.state.load(name), self._model(name, heard), self.index.number(name), now_ms)
 
-    def _bound_tokens(self, ask: Ask, board: Board, waiting: Waiting) -> Column:
-        """Prefill that others have bound to each instance."""
+    def _bound_tokens(self, pool: Pool | None, board: Board, waiting: Waiting) -> Column | None:
+        """Prefill that others have bound to each instance; None where nobody has."""
+        if pool is None or not pool.bound_tokens:
+            return None
         column = np.zeros(len(board.names))
-        pool = self._pool(ask.model, ask.version)
-        if pool is not None and pool.bound_tokens:
-            for name, tokens in pool.bound_tokens.items():
-                row = board.row.get(name)
-                if row is not None:
-                    column[row] = tokens
-            held = waiting.held
-            if held is not None and held.bound and held.home_instance in board.row:
-                column[board.row[held.home_instance]] -= held.work.prefill_tokens
+        for name, tokens in pool.bound_tokens.items():
+            row = board.row.get(name)
+            if row is not None:
+                column[row] = tokens
+        held = waiting.held
+        if held is not None and held.bound and held.home_instance in board.row:
+            column[board.row[held.home_instance]] -= held.work.prefill_tokens
         return column
 
     def _work_ms(self, instance: str, work: Work) -> float:
@@ -265,8 +275,7 @@ class Choosing(Desk):
         board = self._board(report.model, now_ms)
         known = self._limits.get((report.model, report.version))
         if known is None or known[0] != now_ms:
-            _, _, _, per_token_ms = policy.pace(board)
-            ahead = board.prefill_tokens - policy.progress(board, per_token_ms, now_ms)
+            ahead = board.prefill_tokens - policy.progress(board, now_ms)
             able = board.eligible(next(iter(pool.waiting.values())).request.ask, (), now_ms) == 0
             longest = self._longest(pool, board, ahead, able, INFINITY)
             if longest is not None:
@@ -298,11 +307,10 @@ class Choosing(Desk):
         """Longest prefill that may begin on each instance (`lanes`), where one of so many tokens could be too long."""
         if pool is None or not self._reckons or not self.knobs.lanes:
             return None
-        key, count = (pool.model, pool.version), int(able.sum())
+        key, count = (pool.model, pool.version), int(np.count_nonzero(able))
         known = self._needs.get(key)
         if known is None or known[1] != count or pool.sizes.at_ms - known[0] > _NEEDS_MS:
-            _, _, _, per_token_ms = policy.pace(board)
-            needs = pool.sizes.needs(count, 1000.0 / float(per_token_ms.mean()))
+            needs = pool.sizes.needs(count, 1000.0 / float(board.per_token_ms.mean()))
             first = int(np.argmax(needs >= 1.0))
             border = lanes.LONG * float(lanes.EDGES[first]) if needs[first] >= 1.0 else INFINITY
             known = self._needs[key] = pool.sizes.at_ms, count, border, needs
@@ -350,3 +358,10 @@ class Choosing(Desk):
             self.state.models[instance] = known
             self._few = None
         return known
+
+
+def _lacks(asked: Asked, row: int) -> Lack:
+    """What an instance without room lacks first."""
+    if asked.has_place is not None and not asked.has_place[row]:
+        return "sequences"
+    return "kv_tokens" if asked.lacks_kv is not None and asked.lacks_kv[row] else "prefill_tokens"

@@ -77,6 +77,9 @@ class TokenPilot(Folding):
         if handler is not None:
             yield from handler(message, now_ms)
             yield from self._after(now_ms)
+            # After what was said has left: the next request finds its columns up to date and waits for none of this.
+            for model in [model for model, board in self._boards.items() if board.dirty]:
+                self._board(model, now_ms)
 
     def wake(self, now_ms: float) -> Iterator[Effect]:
         """What time alone makes due: silent gateways, unanswered offers, lost messages, patience."""

@@ -87,7 +87,7 @@ class Desk:
         #: those of them that may be due earlier than when the next wake-up was last thought over
         self._stirred: set[str] = set()
         #: models that have learned from few requests; None: to be looked for anew
-        self._few: list[Model] | None = None
+        self._few: dict[str, Model] | None = None
         #: bookings of ours that have not been seen in the stream yet, and some that have
         self._unconfirmed: dict[str, Booking] = {}
         #: instances whose room changed while this message was handled
@@ -106,6 +106,10 @@ class Desk:
         """The instance's load or report changed: its room may be offered."""
         self._touched.add(name)
         self._limits.clear()
+        self._dirty(name)
+
+    def _dirty(self, name: str) -> None:
+        """Something that its columns show changed."""
         for board in self._boards.values():
             board.dirty.add(name)
 

@@ -329,19 +329,19 @@ class Folding(Rooms):
             if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms, stale=forecast.stale):
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
-            for other in self._novices():
+            for name, other in self._novices().items():
                 alike = other.key == model.key and other.ttft.prior == model.ttft.prior
                 if alike and other.samples < min(FEW, model.samples):
                     other.ttft.multiples = list(model.ttft.multiples)
+                    self._dirty(name)
         paced = times.tpot_ms is not None and message.output_tokens > 1
         if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
             yield Note("prediction_drift", {"instance": message.instance}, level="warning")
 
-    def _novices(self) -> list[Model]:
+    def _novices(self) -> dict[str, Model]:
         """The instances' models that have learned from few requests: in a large pool soon none of hundreds."""
-        if self._few is None:
-            self._few = list(self.state.models.values())
-        self._few = [model for model in self._few if model.samples < FEW]
+        few = self.state.models if self._few is None else self._few
+        self._few = {name: model for name, model in few.items() if model.samples < FEW}
         return self._few
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> Iterator[Effect]:

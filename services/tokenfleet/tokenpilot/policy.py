@@ -121,8 +121,8 @@ class Situation(msgspec.Struct):
     burn_price: float = 0.0
     #: booked prefill that cannot be computed yet by now; None: not reckoned
     left: Column | None = None
-    #: prefill of others that waits for each instance's room and for no other
-    bound_tokens: Column = np.zeros(0)
+    #: prefill of others that waits for each instance's room and for no other; None: nobody's
+    bound_tokens: Column | None = None
     terms: dict[str, Column] = {}
     able_rows: Mask = np.zeros(0, np.bool_)
     roomy_rows: Mask = np.zeros(0, np.bool_)
@@ -134,15 +134,18 @@ class Asked(msgspec.Struct):
     hit_tokens: Column
     prefill_tokens: Column
     kv_tokens: Column
-    sequences_left: Column
-    kv_left: Column
-    lacks_kv: Mask
+    #: instances with a place for it, and those without the KV; None: all, and none
+    has_place: Mask | None
+    lacks_kv: Mask | None
 
 
 class Filter(Protocol):
-    """Says for each instance why it cannot serve the request now, as a code of `board.REASONS`; 0 where it can."""
+    """Says for each instance why it cannot serve the request now, as a code of `board.REASONS`; 0 where it can.
 
-    def __call__(self, situation: Situation, board: Board) -> Codes: ...
+    None where all can. Nobody changes what it says.
+    """
+
+    def __call__(self, situation: Situation, board: Board, /) -> Codes | None: ...
 
 
 class Scorer(Protocol):
@@ -168,21 +171,25 @@ def usable(situation: Situation, board: Board) -> Codes:
     return board.eligible(situation.request.ask, situation.request.excluded, situation.now_ms)
 
 
-def reachable(situation: Situation, board: Board) -> Codes:
+def reachable(_situation: Situation, board: Board) -> Codes | None:
     """An instance that says no address cannot be dispatched to."""
+    if not board.unreachable:
+        return None
     return np.where(board.reachable > 0, 0, CODE["no_endpoint"]).astype(np.int8)
 
 
-def long_enough(situation: Situation, board: Board) -> Codes:
+def long_enough(situation: Situation, board: Board) -> Codes | None:
     """The prompt and one token must fit the model's length and the instance's whole KV."""
     tokens = situation.request.ask.input_tokens
+    if tokens < board.fits_all_tokens:
+        return None
     codes = np.where((tokens >= board.kv_total) & (board.kv_known > 0), CODE["kv_too_small"], 0)
     return np.where(tokens >= board.model_len, CODE["too_long"], codes).astype(np.int8)
 
 
-def unbroken(situation: Situation, board: Board) -> Codes:
+def unbroken(_situation: Situation, board: Board) -> Codes | None:
     """Its last outcomes do not forbid it."""
-    return (board.breaker * CODE["breaker"]).astype(np.int8)
+    return (board.breaker * CODE["breaker"]).astype(np.int8) if board.broken else None
 
 
 FILTERS: tuple[Filter, ...] = (usable, reachable, long_enough, unbroken)
@@ -199,7 +206,7 @@ def least_work(situation: Situation, board: Board, asked: Asked) -> dict[str, Co
     known = board.rate[~np.isnan(board.rate)]
     fallback = float(known.min()) if known.size else situation.knobs.unknown_prefill_tokens_per_s
     rate = np.where(np.isnan(board.rate), fallback, board.rate)
-    decoding = board.decoding + board.foreign_sequences
+    decoding = board.decoders
     share = np.maximum(0.1, 1.0 - decoding / np.maximum(1.0, board.token_budget))
     per_token_ms = 1000.0 / (rate * share)
     slot_ms = slots_ms(situation, board, asked)
@@ -220,9 +227,11 @@ def slots_ms(situation: Situation, board: Board, asked: Asked) -> Column:
 
     Zero where sequences are left, and where no pace has been learned: then nobody knows, and prefill alone ranks.
     """
+    if asked.has_place is None:
+        return np.zeros(len(board.names))
     pace = np.where(np.isnan(board.tpot_seen_ms), 0.0, board.tpot_seen_ms)
-    stay_ms = situation.decode_tokens * pace / np.maximum(1.0, board.sequences + board.foreign_sequences)
-    return np.where(asked.sequences_left > 0, 0.0, stay_ms)
+    stay_ms = situation.decode_tokens * pace / np.maximum(1.0, board.running)
+    return np.where(asked.has_place, 0.0, stay_ms)
 
 
 def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[str, Column]:
@@ -235,62 +244,64 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens
-    decoding, budget, kv_read, per_token_ms = pace(board)
+    decoding = board.decoders
     left = situation.left
     if left is None:
-        left = board.prefill_tokens - progress(board, per_token_ms, situation.now_ms)
-    ahead = left + situation.bound_tokens
+        left = board.prefill_tokens - progress(board, situation.now_ms)
+    ahead = left if situation.bound_tokens is None else left + situation.bound_tokens
     ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
     own_pairs = own * (hit + own / 2.0)
-    steps = np.maximum(1.0, (ahead + own) / budget) + np.where(decoding > 0, 0.5, 0.0)
+    steps = np.maximum(1.0, (ahead + own) / board.step_room) + board.half_step
     ttft_ms = (
         board.delay_ms
         + board.token_ms * (ahead + own + steps * decoding)
         + board.pair_ms * (ahead_pairs + own_pairs)
-        + steps * (board.step_ms + board.kv_ms * kv_read)
+        + steps * board.step_cost_ms
     )
     if situation.residual is not None:
-        ttft_ms = ttft_ms * (1.0 + situation.residual[buckets(ahead / budget, decoding, board.sequences_max)])
-    burnt_ms = own * per_token_ms + board.pair_ms * own_pairs
-    tpot_ms = (
-        board.tpot_base_ms
-        + board.tpot_sequence_ms * (decoding + 1.0)
-        + board.tpot_kv_ms * kv_read
-        + board.tpot_prefill_ms * (left + own) / SPREAD_TOKENS
-    )
+        ttft_ms = ttft_ms * (1.0 + situation.residual[buckets(board, ahead)])
+    burnt_ms = own * board.per_token_ms + board.pair_ms * own_pairs
+    tpot_ms = board.tpot_alone_ms + board.tpot_prefill_ms * (left + own) / SPREAD_TOKENS
     stay_ms = situation.decode_tokens * tpot_ms
-    kv_ms = np.where(
-        asked.lacks_kv, (asked.kv_tokens - asked.kv_left) * stay_ms / np.maximum(1.0, board.kv_tokens), 0.0
-    )
-    slot_ms = np.where(
-        asked.sequences_left > 0, 0.0, stay_ms / np.maximum(1.0, board.sequences + board.foreign_sequences)
-    )
     own_ms = np.minimum(board.delay_ms + burnt_ms, ttft_ms)
-    wait_ms = np.maximum(ttft_ms - own_ms, slot_ms)
-    total_ms = wait_ms + own_ms + kv_ms
+    wait_ms = ttft_ms - own_ms
+    # Terms that are nothing for all of them are not worth a pass over the columns.
+    slot_ms = kv_ms = np.zeros(len(board.names))
+    if asked.has_place is not None:
+        slot_ms = np.where(asked.has_place, 0.0, stay_ms / np.maximum(1.0, board.running))
+        wait_ms = np.maximum(wait_ms, slot_ms)
+    total_ms = wait_ms + own_ms
+    if asked.lacks_kv is not None:
+        short_ms = (asked.kv_tokens - board.kv_left) * stay_ms / np.maximum(1.0, board.kv_tokens)
+        kv_ms = np.where(asked.lacks_kv, short_ms, 0.0)
+        total_ms = total_ms + kv_ms
     cost_ms = total_ms + (situation.burn_price + knobs.delay_price * board.sequences) * burnt_ms
     # KV is held as long as the request stays; a full instance makes whoever comes next wait for it.
-    share = np.minimum(1.0, (board.kv_tokens + board.foreign_kv_tokens + asked.kv_tokens) / board.kv_total)
+    share = np.minimum(1.0, (board.kv_booked + asked.kv_tokens) / board.kv_total)
     cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.kv_tokens / board.kv_total
     if situation.slack_ms is not None:
         late_ms = np.maximum(0.0, total_ms * (1.0 + situation.margin) - max(0.0, situation.slack_ms))
-        # Late everywhere, it is late: then nobody's cache is worth less for it.
-        price = knobs.late_price if bool((late_ms == 0.0).any()) else 1.0
-        cost_ms = cost_ms + price * late_ms
+        late = np.count_nonzero(late_ms)
+        if late:
+            # Late everywhere, it is late: then nobody's cache is worth less for it.
+            cost_ms = cost_ms + (knobs.late_price if late < len(late_ms) else 1.0) * late_ms
     if ask.tpot_ms is not None:
-        cost_ms = cost_ms + situation.decode_tokens * np.maximum(0.0, tpot_ms - ask.tpot_ms)
+        slow_ms = np.maximum(0.0, tpot_ms - ask.tpot_ms)
+        if np.count_nonzero(slow_ms):
+            cost_ms = cost_ms + situation.decode_tokens * slow_ms
     idle = situation.now_ms - board.booked_ms > knobs.retry_ms
-    if idle.any():
+    if np.count_nonzero(idle):
         # Slow is what it was when it last got something. One request that would be on time even so sees it as its
         # equals: nobody else can find out whether it has recovered (F14).
-        usual = float(np.median(board.slowness))
-        safe = situation.slack_ms is None or total_ms * (1.0 + situation.margin) < situation.slack_ms
-        retried = idle & (board.slowness > usual) & safe
-        cost_ms = np.where(retried, np.minimum(cost_ms, cost_ms * usual / board.slowness), cost_ms)
-    cold = board.warmth < 1.0
-    if cold.any() and not cold.all():
+        usual = board.usual_slowness()
+        retried = idle & (board.slowness > usual)
+        if situation.slack_ms is not None:
+            retried &= total_ms * (1.0 + situation.margin) < situation.slack_ms
+        if np.count_nonzero(retried):
+            cost_ms = np.where(retried, np.minimum(cost_ms, cost_ms * usual / board.slowness), cost_ms)
+    if board.cold and len(board.cold) < len(board.names):
         # Slow start: only a growing share of requests sees a newcomer as it is; the others see the worst of the rest.
-        shy = cold & (board.ties(ask.request_id + " warm") >= board.warmth)
+        shy = (board.warmth < 1.0) & (board.ties(ask.request_id + " warm") >= board.warmth)
         cost_ms = np.where(shy, cost_ms + float(cost_ms.max()), cost_ms)
     return {
         "wait_ms": wait_ms,
@@ -307,29 +318,16 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     }
 
 
-def pace(board: Board) -> tuple[Column, Column, Column, Column]:
-    """Sequences that decode, prompt tokens per step, KV tokens read per step, and time per prompt token, ms."""
-    if board.paced is not None:
-        return board.paced
-    decoding = board.decoding + board.foreign_sequences
-    budget = np.maximum(board.token_budget / 8.0, board.token_budget - decoding)
-    kv_read = board.decoding_kv_tokens + board.foreign_kv_tokens
-    per_token_ms = board.token_ms + (board.step_ms + board.kv_ms * kv_read + board.token_ms * decoding) / budget
-    board.paced = decoding, budget, kv_read, per_token_ms
-    return board.paced
-
-
-def progress(board: Board, per_token_ms: Column, now_ms: float) -> Column:
+def progress(board: Board, now_ms: float) -> Column:
     """Prompt tokens that must have been computed of what is booked: the queue between two signs of life."""
-    with_attention_ms = per_token_ms + board.pair_ms * board.pairs / np.maximum(1.0, board.prefill_tokens)
-    return np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / with_attention_ms, board.done_max)
+    found: Column = np.minimum(np.maximum(now_ms - board.anchor_ms, 0.0) / board.queue_token_ms, board.done_max)
+    return found
 
 
-def buckets(ahead_steps: Column, decoding: Column, sequences_max: Column) -> npt.NDArray[np.intp]:
+def buckets(board: Board, ahead: Column) -> npt.NDArray[np.intp]:
     """`predictor.bucket` for columns."""
-    queue = np.minimum(4, (ahead_steps * 2.0).astype(np.intp))
-    full = np.minimum(4, (5.0 * decoding / np.maximum(1.0, sequences_max)).astype(np.intp))
-    return queue * 5 + full
+    queue = np.minimum(4, (ahead / board.step_room * 2.0).astype(np.intp))
+    return queue * 5 + board.full_bucket.astype(np.intp)
 
 
 def bound(situation: Situation, home: Candidate) -> bool:
@@ -400,7 +398,7 @@ def preference(candidate: Candidate) -> tuple[float, float]:
 def preferences(terms: dict[str, Column], ties: Column) -> Column:
     """`preference` as one number each."""
     if "cost_ms" in terms:
-        return np.round(np.log1p(terms["cost_ms"]) / _ALIKE) + 0.5 * ties
+        return np.rint(np.log1p(terms["cost_ms"]) / _ALIKE) + 0.5 * ties
     return np.round(terms["total_ms"], 1) + 0.05 * ties
 
 

@@ -4,10 +4,12 @@ from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from tests.simulation.harness import START_MS, Engine, report, small_fleet
 
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet
+from tokenfleet.tokenpilot.board import Board
 from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet.tokenpilot.state import pairs
 from tokenfleet_schemas.event import Event
@@ -84,6 +86,7 @@ class Pilot:
                 self.wakes.append(effect.at_ms)
         self.said += published
         validate(self.core)
+        validate_columns(self.core, self.now_ms)
         return published
 
     def hear(self, event: Event) -> list[Event]:
@@ -296,4 +299,22 @@ def validate(core: TokenPilot) -> None:
     assert watched == here, (watched, here)
 
 
-__all__ = ["SCOPE", "Pilot", "RoomOffered", "ask", "none_of", "only", "validate"]
+def validate_columns(core: TokenPilot, now_ms: float) -> None:
+    """What a decision reads is what a look at every instance would say; what time alone changes is looked at anew."""
+    instances = core.state.view.instances(core.site)
+    for model, board in core._boards.items():
+        if board.fleet is not core.fleet:
+            continue  # made anew at the next decision
+        settled = [n for n in board.names if n not in board.dirty | board.watched and n in instances]
+        fresh = Board(core.fleet, core.site, core.knobs, board.kv_ahead)
+        core._lay_out(model, fresh, {name: instances[name] for name in settled}, now_ms)
+        rows = [board.row[name] for name in settled]
+        assert np.array_equal(board._data[:, rows], fresh._data, equal_nan=True), settled
+        assert np.array_equal(board.numbers[rows], fresh.numbers)
+        assert np.array_equal(board.empty[rows], fresh.empty)
+        assert board.fits_all_tokens <= fresh.fits_all_tokens
+        assert (board.broken | board.cold) <= board.watched
+        assert board.unreachable & set(settled) == fresh.unreachable
+
+
+__all__ = ["SCOPE", "Pilot", "RoomOffered", "ask", "none_of", "only", "validate", "validate_columns"]

@@ -282,6 +282,19 @@ def test_columns_say_what_rows_say() -> None:
         ).breaker.opened_ms
 
 
+def test_a_newcomer_is_at_once_taken_for_what_its_equals_were_found_to_be() -> None:
+    """What one instance taught of its kind was in no column of the others before somebody touched them."""
+    p = pilot(3)
+    p.request("first")  # columns are made
+    teacher = only(p.request("r", input_tokens=1500), PlacementAssigned)
+    complete(p, teacher, 600.0)
+    others = [name for name in p.engines if name != teacher.instance]
+    board = p.core._boards["m"]
+    assert not board.dirty, "the next request would wait for it"
+    for name in others:
+        assert board.token_ms[board.row[name]] == p.core.state.models[teacher.instance].ttft.coefficients()[1]
+
+
 def test_a_large_pool_names_the_cheapest_only_and_chooses_as_if_it_named_all() -> None:
     """A thousand candidates in every decision: 200 kB a message."""
     p = pilot(60, token_budget=4096)
