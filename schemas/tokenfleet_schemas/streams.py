@@ -59,6 +59,22 @@ STREAMS: tuple[StreamSpec, ...] = (
     StreamSpec(name="TF_LEASE", family="gateway", max_age_s=120, max_bytes=128 * _MIB),
 )
 
-#: KV buckets (streams `KV_<name>`): leases of office, checkpoints of folds
+#: KV buckets (streams `KV_<name>`): leases of office, checkpoints of folds, who runs a request with an idempotency key
 OWNERS_BUCKET = "TF_OWNERS"
 CHECKPOINTS_BUCKET = "TF_CHECKPOINTS"
+IDEMPOTENCY_BUCKET = "TF_IDEMPOTENCY"
+
+
+class BucketSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One bucket: how long a key is kept after its last value, and how much it may hold; a full one refuses."""
+
+    #: None: for ever
+    ttl_s: float | None = None
+    max_bytes: int | None = None
+
+
+BUCKETS: dict[str, BucketSpec] = {
+    OWNERS_BUCKET: BucketSpec(),
+    CHECKPOINTS_BUCKET: BucketSpec(),
+    IDEMPOTENCY_BUCKET: BucketSpec(ttl_s=600.0, max_bytes=64 * _MIB),
+}

@@ -37,7 +37,7 @@ from tokenfleet_schemas.kv import KvChanged
 from tokenfleet_schemas.outcome import OutcomeFinished
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementOwned
 from tokenfleet_schemas.routes import BY_MESSAGE, ROUTES, stream_of, subject_filter, subject_of
-from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET, OWNERS_BUCKET, STREAMS
+from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET, IDEMPOTENCY_BUCKET, OWNERS_BUCKET, STREAMS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "schemas" / "examples" / "v1"
 DENIED_WITHIN_S = 2.0
@@ -428,6 +428,20 @@ async def test_a_lease_is_written_only_by_who_may_hold_the_office(
         checkpoints = await user.js.key_value(CHECKPOINTS_BUCKET)
         await checkpoints.put(f"{name.replace('-', '.')}" if "-" in name else f"{name}._", b"state")
         await user.publish_is_denied(f"$KV.{CHECKPOINTS_BUCKET}.accountant._")
+
+
+async def test_gateways_share_the_claims_on_idempotency_keys(server: NatsServer) -> None:
+    """A key's repeat may come to any gateway: each makes, reads and changes claims, and nobody else does."""
+    async with session(server, "gateway-a") as gateway:
+        bucket = await gateway.js.key_value(IDEMPOTENCY_BUCKET)
+        revision = await bucket.create("0af3", b"{}")
+        with pytest.raises(nats.js.errors.KeyWrongLastSequenceError):
+            await bucket.update("0af3", b"{}", last=0)
+        assert (await bucket.get("0af3")).revision == revision
+        assert gateway.violations == []
+    async with session(server, "slomax") as other:
+        await other.publish_is_denied(f"$KV.{IDEMPOTENCY_BUCKET}.0af3")
+        await other.publish_is_denied(f"$JS.API.DIRECT.GET.KV_{IDEMPOTENCY_BUCKET}.$KV.{IDEMPOTENCY_BUCKET}.0af3")
 
 
 async def test_the_accountant_shares_a_durable_consumer_of_outcomes(server: NatsServer) -> None:

@@ -12,5 +12,5 @@ Says: `request.received`, `placement.declined`, `outcome.started`, `outcome.fini
 Refuses to know how instances, sites and admissions are chosen.
 
 Idempotency: a client that gives up has its work cancelled on the engine at once, so that an SDK's retry does not run
-beside the first try. `Idempotency-Key` is not kept in this version: two live calls are two requests.
+beside the first try. With an `Idempotency-Key` it goes on instead, and a repeat gets its answer (`idempotency`).
 """

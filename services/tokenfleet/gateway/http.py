@@ -17,9 +17,10 @@ from aiohttp.streams import StreamReader
 
 from tokenfleet import classification, prefix
 from tokenfleet.fleet import Fleet, Tenant
+from tokenfleet.gateway.idempotency import Kept, key_of
 from tokenfleet.gateway.keys import KeysUnavailable
 from tokenfleet.gateway.openai import ApiError, Endpoint, Parsed, bad_request, parse, refusal
-from tokenfleet.gateway.relay import SERVER
+from tokenfleet.gateway.relay import SERVER, Exchange
 from tokenfleet.gateway.state import Refuse
 from tokenfleet_schemas.request import Ask
 
@@ -151,19 +152,67 @@ class Api:
         zone = fleet.sites[keeper.site].zone
         if "*" not in client.entitled.zones and zone not in client.entitled.zones:
             raise refusal("residency")
+        key = key_of(request)
         body = await _read_body(request, fleet.info.max_body_bytes)
         parsed = parse(body, endpoint) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body, endpoint)
+        digest = keeper.once.digest(endpoint, body) if key is not None else ""
         del body
         ask = self._ask(parsed, client, request_id, received_ms)
-        reason = keeper.closed_to_newcomers()
+        if key is not None:
+            return await self._once(request, parsed, ask, client, received_ms, key, digest)
+        self._open_to_newcomers(ask, received_ms)
+        exchange = await self._serve(request, parsed, ask, client, received_ms)
+        # none where the client left: nobody reads it
+        return exchange.response if isinstance(exchange.response, web.StreamResponse) else web.Response(status=499)
+
+    def _open_to_newcomers(self, ask: Ask, received_ms: float) -> None:
+        """Raises `ApiError` if no request can be opened now."""
+        reason = self._keeper.closed_to_newcomers()
         if reason:
-            keeper.refused(ask, reason, received_ms)
+            self._keeper.refused(ask, reason, received_ms)
             raise refusal(reason)
-        return await self._serve(request, parsed, ask, client, received_ms)
+
+    async def _once(
+        self,
+        request: web.BaseRequest,
+        parsed: Parsed,
+        ask: Ask,
+        client: Client,
+        received_ms: float,
+        key: str,
+        digest: str,
+    ) -> web.StreamResponse:
+        """A request with an idempotency key: its run is nobody's connection's, and its repeats follow it."""
+        once = self._keeper.once
+        name = once.name(client.tenant, key)
+
+        async def work(kept: Kept) -> bool:
+            exchange = await self._serve(request, parsed, ask, client, received_ms, kept)
+            return exchange.completed
+
+        kept = once.find(name, digest)
+        repeated = kept is not None
+        if kept is None:
+            self._open_to_newcomers(ask, received_ms)
+            try:
+                kept = await once.begin(name, digest, ask.request_id, work)
+            except ApiError as error:
+                if error.status == 503:
+                    self._keeper.refused(ask, error.code, received_ms)
+                raise
+        stall_s = self._keeper.limits.client_stall_ms / 1000
+        return await kept.follow(request, repeated=repeated, stall_s=stall_s)
 
     async def _serve(
-        self, request: web.BaseRequest, parsed: Parsed, ask: Ask, client: Client, received_ms: float
-    ) -> web.StreamResponse:
+        self,
+        request: web.BaseRequest,
+        parsed: Parsed,
+        ask: Ask,
+        client: Client,
+        received_ms: float,
+        kept: Kept | None = None,
+    ) -> Exchange:
+        """Raises `ApiError` where the answer is an error."""
         keeper = self._keeper
         tools = _uses_tools(parsed)
         counted = await keeper.tokenization.count(parsed, ask, share=client.entitled.share_prefix)
@@ -180,6 +229,7 @@ class Api:
             ask,
             received_ms=received_ms,
             cache_salt=prefix.cache_salt(keeper.secret, ask.tenant, client.entitled.share_prefix),
+            kept=kept,
         )
         fault = True
         try:
@@ -193,7 +243,7 @@ class Api:
             fault = False
             if exchange.error is not None:
                 raise exchange.error
-            return exchange.response or web.Response(status=499)  # the client left: nobody reads it
+            return exchange
         except (ApiError, ConnectionResetError, asyncio.CancelledError):
             fault = False
             raise

@@ -105,8 +105,8 @@ class ApiError(GatewayError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """`Retry-After`, whole seconds and at least 1, on 429 and 503; `Allow` on 405."""
-        if self.status in (429, 503):
+        """`Retry-After`, whole seconds and at least 1, on 429, 503 and a 409 that ends by itself; `Allow` on 405."""
+        if self.status in (429, 503) or (self.status == 409 and self.retry_after_s):
             return {"Retry-After": str(max(1, round(self.retry_after_s or 1)))}
         return {"Allow": self.allow} if self.allow else {}
 

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from tokenfleet.gateway import sse
 from tokenfleet.gateway.assembly import Assembly
+from tokenfleet.gateway.idempotency import Kept
 from tokenfleet.gateway.openai import PATHS, ApiError, Parsed, engine_body, midstream_event, refusal, rejection
 from tokenfleet.gateway.settings import Limits
 from tokenfleet.gateway.state import Dispatch, End, Refuse
@@ -134,8 +135,11 @@ class Exchange:
         priority: Callable[[str], int | None],
         on_first_token: Callable[["Exchange"], None],
         on_end: Callable[["Exchange", End], None],
+        kept: Kept | None = None,
     ) -> None:
         self.request = request
+        #: takes the answer instead of the client's connection, which may end meanwhile
+        self.kept = kept
         self.parsed = parsed
         self.ask = ask
         self.cache_salt = cache_salt
@@ -158,13 +162,25 @@ class Exchange:
         self.first_token = False
         self.scanner: sse.Scanner | None = None
         #: what the client gets, once it gets something
-        self.response: web.StreamResponse | None = None
+        self.response: web.StreamResponse | Kept | None = None
         self.response_bytes = 0
         #: the present attempt's end has been told
         self.concluded = False
         #: the client has its answer, or the error is in `error`
         self.answered = False
+        #: and it is all that the engine meant to say
+        self.completed = False
         self.error: ApiError | None = None
+
+    def respond(self, headers: dict[str, str], body: bytes | None = None) -> web.StreamResponse | Kept:
+        """The client's answer from now on: a stream, or whole."""
+        if self.kept is not None:
+            self.response = self.kept.begin(headers, body)
+        elif body is not None:
+            self.response = web.Response(body=body, headers=headers)
+        else:
+            self.response = web.StreamResponse(headers=headers)
+        return self.response
 
     def decide(self, decision: Dispatch | Refuse) -> None:
         """The core's word on what is next. A dispatch begins a new attempt, whose end is still to be told."""
@@ -212,6 +228,7 @@ class Exchange:
         """Tell the attempt's end, once."""
         if not self.concluded:
             self.concluded = True
+            self.completed = end.outcome == "completed"
             self._on_end(self, end)
 
     def end(self, outcome: Outcome, reason: str = "", status: int = 0) -> End:
@@ -373,6 +390,9 @@ class Relay:
                     break
             else:
                 await self._write(exchange, assigned, out)
+                if exchange.kept is not None and exchange.kept.size > self._limits.answer_bytes:
+                    scanner.fault, out = "upstream_protocol", b""
+                    break
         if not scanner.complete:
             if out and assembly is None and exchange.first_token:
                 await self._write(exchange, assigned, out)  # tokens that came in the same breath as the fault
@@ -395,16 +415,15 @@ class Relay:
         exchange.conclude(exchange.end("completed", status=200))
         await _trailer(content)
 
-    async def _begin(self, exchange: Exchange, assigned: PlacementAssigned) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={
+    async def _begin(self, exchange: Exchange, assigned: PlacementAssigned) -> web.StreamResponse | Kept:
+        response = exchange.respond(
+            {
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
                 **_served(exchange, assigned),
             }
         )
-        exchange.response = response
         await response.prepare(exchange.request)
         return response
 
@@ -465,7 +484,7 @@ class Relay:
 
     async def _answer(self, exchange: Exchange, assigned: PlacementAssigned, body: bytes) -> None:
         headers = {"Content-Type": "application/json", **_served(exchange, assigned)}
-        response = exchange.response = web.Response(body=body, headers=headers)
+        response = exchange.respond(headers, body)
         exchange.write_since_ms = self._now_ms()
         await response.prepare(exchange.request)
         await response.write_eof()
@@ -524,6 +543,9 @@ def _status(exchange: Exchange) -> int:
 
 def abort(exchange: Exchange) -> None:
     """Break the client's connection: what it has got is no whole answer."""
+    if exchange.kept is not None:
+        exchange.kept.fail(refusal("unavailable"))
+        return
     transport = exchange.request.transport
     if isinstance(transport, asyncio.Transport):
         transport.abort()

@@ -29,6 +29,7 @@ from tokenfleet.eligibility import allowed_ready_sites, ready_instances
 from tokenfleet.fleet import Fleet
 from tokenfleet.gateway.core import Gateway
 from tokenfleet.gateway.http import Api, make_request
+from tokenfleet.gateway.idempotency import Kept, Once
 from tokenfleet.gateway.keys import Find, Keys
 from tokenfleet.gateway.openai import ApiError, GatewayError, Parsed
 from tokenfleet.gateway.policy import engine_priority
@@ -84,6 +85,9 @@ class Gatekeeper:
         )
         loop = asyncio.get_running_loop()
         self.keys = Keys(find_key, self.secret, clock_s=loop.time)
+        self.once = Once(
+            service.bus, secret=self.secret, gateway=self.name, incarnation=self.incarnation, limits=self.limits
+        )
         self.exchanges: dict[str, Exchange] = {}
         #: where clients are answered, once listening
         self.api_port = 0
@@ -117,7 +121,7 @@ class Gatekeeper:
             site = web.TCPSite(runner, service.settings.host, service.settings.api_port, backlog=2048)
             await site.start()
             self.api_port = int(runner.addresses[0][1])
-            tasks = [asyncio.create_task(self._lease()), asyncio.create_task(self._watch())]
+            tasks = [asyncio.create_task(loop()) for loop in (self._lease, self._watch, self._renew)]
             for task in tasks:
                 task.add_done_callback(self._loop_ended)
             self.log.info("listening for clients", extra={"api_port": self.api_port, "gateway": self.name})
@@ -131,6 +135,7 @@ class Gatekeeper:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.once.close()
             await runner.cleanup()
             self._say_lease(closing=True)
             for reader in self._readers:
@@ -199,7 +204,14 @@ class Gatekeeper:
             self.apply(self.core.refused(ask, reason, self.now_ms(), received_ms=received_ms))
 
     def open(
-        self, request: web.BaseRequest, parsed: Parsed, ask: Ask, *, received_ms: float, cache_salt: str
+        self,
+        request: web.BaseRequest,
+        parsed: Parsed,
+        ask: Ask,
+        *,
+        received_ms: float,
+        cache_salt: str,
+        kept: Kept | None = None,
     ) -> Exchange:
         """Send a request on its road."""
         tier = self._fleet.classes[ask.service_class].tier
@@ -211,6 +223,7 @@ class Gatekeeper:
             priority=functools.partial(engine_priority, tier=tier),
             on_first_token=self._first_token,
             on_end=self._ended,
+            kept=kept,
         )
         self.exchanges[exchange.request_id] = exchange
         self.apply(self.core.open(ask, self.now_ms(), received_ms=received_ms))
@@ -220,7 +233,8 @@ class Gatekeeper:
         """The handler is done with it, whatever happened (`fault`: by a fault of ours): nothing of it stays open."""
         del self.exchanges[exchange.request_id]
         one = self.core.requests.get(exchange.request_id)
-        reason = "gateway_error" if fault else "client_left"
+        # a run with an idempotency key does not end with its client
+        reason = "gateway_error" if fault else "client_left" if exchange.kept is None else "claim_lost"
         if fault and exchange.response is not None:
             abort(exchange)
         if one is not None:
@@ -358,6 +372,11 @@ class Gatekeeper:
             self._say_lease()
             await asyncio.sleep(self.limits.lease_s)
 
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.lease_s)
+            await self.once.beat()
+
     def _say_lease(self, *, closing: bool = False) -> None:
         with contextlib.suppress(BusDown):  # silence is what a lease is judged by
             self.service.bus.publish(self.core.lease(self.now_ms(), closing=closing))
@@ -408,6 +427,7 @@ class Gatekeeper:
         gauges = self.core.gauges()
         gauges["outbox_pending"] = {(): float(self.service.bus.outbox.pending)}
         gauges["clients"] = {(): float(len(self.exchanges))}
+        gauges["kept_answer_bytes"] = {(): float(self.once.kept_bytes)}
         return gauges
 
 

@@ -38,6 +38,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     #: one SSE event; a bigger one is no event
     event_bytes: int = 8 * 1024 * 1024
     lease_s: float = 2.0
+    #: a run with an idempotency key whose claim is not renewed (every `lease_s`) for this long has lost its gateway
+    claim_silent_s: float = 10.0
+    #: how long answers to requests with an idempotency key are kept for a repeat, no longer than the bucket keeps the
+    #: key (`tokenfleet_schemas.streams`), and how much of them
+    answer_kept_s: float = 600.0
+    kept_bytes: int = 64 * 1024 * 1024
     #: how often silent engines and stalled clients are looked for
     watch_s: float = 0.5
 

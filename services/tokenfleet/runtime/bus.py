@@ -30,7 +30,7 @@ from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.routes import subject_of
-from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET, OWNERS_BUCKET, STREAMS, StreamSpec
+from tokenfleet_schemas.streams import BUCKETS, STREAMS, StreamSpec
 
 log = logging.getLogger("tokenfleet.bus")
 
@@ -165,7 +165,7 @@ class Bus:
         """Compare the clocks, from a time that the server has just written."""
         if self._offset_of != self.connections:
             self._offset_of = self.connections
-            self.server_offset_ms = self.clock.now_ms() - _unix_ms(server_time)
+            self.server_offset_ms = self.clock.now_ms() - unix_ms(server_time)
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
         """Call this after every reconnection."""
@@ -197,11 +197,18 @@ class Bus:
         try:
             for spec in specs:
                 await self._provision_stream(spec)
-            for bucket in (OWNERS_BUCKET, CHECKPOINTS_BUCKET):
+            for bucket, kept in BUCKETS.items():
                 try:
                     await self.js.key_value(bucket)
                 except nats.js.errors.NotFoundError:
-                    await self.js.create_key_value(bucket=bucket, history=1, storage=StorageType.FILE, direct=True)
+                    await self.js.create_key_value(
+                        bucket=bucket,
+                        history=1,
+                        storage=StorageType.FILE,
+                        direct=True,
+                        ttl=kept.ttl_s,
+                        max_bytes=kept.max_bytes,
+                    )
         except (nats.js.errors.APIError, nats.errors.Error, TimeoutError) as error:
             raise BusError(f"provisioning streams: {error!r}") from None
 
@@ -584,7 +591,7 @@ class Reader:
             log.debug("flow control", extra={"error": repr(error)})
 
 
-def _unix_ms(stamp: str) -> float:
+def unix_ms(stamp: str) -> float:
     """An RFC 3339 time with nanoseconds, as NATS writes it, in ms since the epoch."""
     value = msgspec.convert(stamp, type=datetime)
     return value.timestamp() * 1000

@@ -26,7 +26,7 @@ import msgspec
 
 from tokenfleet.fleet import Fleet
 from tokenfleet_schemas.routes import ROUTES, Route, subject_filter
-from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET, OWNERS_BUCKET, STREAMS
+from tokenfleet_schemas.streams import CHECKPOINTS_BUCKET, IDEMPOTENCY_BUCKET, OWNERS_BUCKET, STREAMS
 from tokenfleet_schemas.tokens import slug
 
 #: may do everything: creates streams and buckets
@@ -191,7 +191,7 @@ def _work_queue(readable: Iterable[str]) -> Iterator[str]:
 
 
 def _buckets(service: str, site: str) -> Iterator[str]:
-    """Leases of office and the fold's own checkpoint, as nats-py reads and writes KV buckets."""
+    """Leases of office, the fold's own checkpoint and gateways' claims, as nats-py reads and writes KV buckets."""
     keys = [
         (OWNERS_BUCKET, ".".join([office, *([_key(site)] if service in SITE_SERVICES else []), ">"]))
         for office in _OFFICES.get(service, ())
@@ -199,6 +199,8 @@ def _buckets(service: str, site: str) -> Iterator[str]:
     keys += [(OWNERS_BUCKET, office) for office in _FLEET_OFFICES.get(service, ())]
     if service in _CHECKPOINTED:
         keys.append((CHECKPOINTS_BUCKET, f"{service}.{_key(site) if service in SITE_SERVICES else '>'}"))
+    if service == "gateway":
+        keys.append((IDEMPOTENCY_BUCKET, "*"))  # one bucket for all: a key's repeat may come to any gateway
     for bucket, key in keys:
         yield f"$JS.API.STREAM.INFO.KV_{bucket}"
         yield f"$JS.API.DIRECT.GET.KV_{bucket}.$KV.{bucket}.{key}"
