@@ -22,8 +22,8 @@ def _timed(seed: int, args: Mapping[str, Any]) -> tuple[Done, float, float]:
     return done, time.process_time() - began_cpu_s, time.perf_counter() - began_s
 
 
-def measured(seed: int, *, whole_requests: int = 0, **args: Any) -> Figures:
-    """One run: what it took, in a process of its own; `whole_requests`: and what so many would, at this pace."""
+def measured(seed: int, **args: Any) -> Figures:
+    """One run: what it took, in a process of its own."""
     done, cpu_s, wall_s = _timed(seed, args)
     requests = done.messages["RequestReceived"]
     return Figures(
@@ -34,7 +34,6 @@ def measured(seed: int, *, whole_requests: int = 0, **args: Any) -> Figures:
             "cpu_s": cpu_s,
             "wall_s": wall_s,
             "ms_per_request": 1000.0 * cpu_s / requests,
-            "whole_cpu_s": cpu_s * whole_requests / requests if whole_requests else None,
             "peak_mib": peak_rss_bytes() / 2**20,
             "compliance_requests": done.report.overall.compliance_requests,
         }
@@ -82,11 +81,10 @@ def _power(points: Sequence[tuple[float, float]]) -> float:
 QUESTION = """
 Is the simulator fast enough to plan with? Two runs with `tokenfleet`, each in a process of its own on one core:
 sixteen 8B instances under the 30-minute slice of Mooncake's conversation trace (goal: 30 s), and the fleet of the
-packaged scenario `ten-sites`, 2,000 instances of ten sites under 2,000 requests/s (goal: 15 minutes for five minutes
-of it). The second is run for 30 s and reckoned up to 600,000 requests at the same time per request; growth with
-requests is measured beside it. Goals are on CPU time, so that waiting for other programs does not count; `wall_s` is
-what the clock said. CPU time still grows where others use the same caches and memory. Sites are never simulated
-apart: one world, one clock, one process.
+packaged scenario `ten-sites` as it is: five minutes of 2,000 instances in ten sites under 2,000 requests/s (goals:
+15 minutes, 8 GiB). Goals are on CPU time, so that waiting for other programs does not count; beside it stands what
+the clock said. CPU time still grows where others use the same caches and memory. Sites are never simulated apart: one
+world, one clock, one process.
 
 Growth: the ten sites with 180 instances under 180 requests/s for longer and longer, and 4,000 requests on larger and
 larger fleets. The exponent is the slope of the logarithms: 1 is linear.
@@ -134,14 +132,9 @@ PART = Part(
             alone=True,
         ),
         Cell(
-            name="2,000 instances, 30 s",
+            name="2,000 instances, 5 minutes",
             run=measured,
-            args={
-                "scenario": "ten-sites",
-                "policy": "tokenfleet",
-                "overrides": {"scenario": {"duration_s": 30.0, "warmup_s": 3.0}},
-                "whole_requests": 600_000,
-            },
+            args={"scenario": "ten-sites", "policy": "tokenfleet"},
             alone=True,
         ),
     ),
@@ -154,10 +147,17 @@ PART = Part(
             checked=False,
         ),
         Goal(
-            name="ten sites for 300 s at this pace, s",
-            cell="2,000 instances, 30 s",
-            metric="whole_cpu_s",
+            name="ten sites on one core, s",
+            cell="2,000 instances, 5 minutes",
+            metric="cpu_s",
             at_most=900.0,
+            checked=False,
+        ),
+        Goal(
+            name="memory of ten sites, MiB",
+            cell="2,000 instances, 5 minutes",
+            metric="peak_mib",
+            at_most=8192.0,
             checked=False,
         ),
         Goal(name="near-linear in requests", cell="over requests", metric="exponent", at_most=1.2),
@@ -170,7 +170,6 @@ PART = Part(
         ("cpu_s", "CPU s", 1.0, 1),
         ("wall_s", "clock s", 1.0, 1),
         ("ms_per_request", "CPU ms per request", 1.0, 2),
-        ("whole_cpu_s", "CPU s for 600,000", 1.0, 0),
         ("peak_mib", "peak MiB", 1.0, 0),
         ("exponent", "exponent", 1.0, 2),
         "compliance_requests",

@@ -233,7 +233,14 @@ def allowed_ready_sites(
 
 def permitted_sites(fleet: Fleet, tenant: str, model: str) -> tuple[str, ...]:
     """Sites with engines to which this tenant's data for this model may go, ready or not."""
-    return tuple(s for s, site in fleet.sites.items() if site.instances and not fleet.site_denial(tenant, model, s))
+    known: dict[tuple[str, str], tuple[str, ...]] = fleet.__dict__.setdefault("permitted_sites", {})
+    found = known.get((tenant, model))
+    if found is None:
+        sites = fleet.sites.items()
+        found = tuple(s for s, site in sites if site.instances and not fleet.site_denial(tenant, model, s))
+        if tenant in fleet.tenants and model in fleet.models:  # a foreign publisher's names would add up
+            known[tenant, model] = found
+    return found
 
 
 def zone_bound(fleet: Fleet, tenant: str, model: str, version: str) -> bool:

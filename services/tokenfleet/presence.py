@@ -41,7 +41,8 @@ class Presence(msgspec.Struct):
     def hear(self, now_ms: float) -> bool:
         """Some message arrived; True when it ends a deaf spell, so that every timer must start anew."""
         was_deaf = self.heard_ms > 0 and now_ms - self.heard_ms > DEAF_MS
-        self.heard_ms = max(self.heard_ms, now_ms)
+        if now_ms > self.heard_ms:
+            self.heard_ms = now_ms
         if was_deaf:
             for sign in self.gateways.values():
                 sign.heard_ms = max(sign.heard_ms, now_ms)
@@ -96,6 +97,8 @@ class Presence(msgspec.Struct):
 
     def next_ms(self) -> float:
         """When `silent` may first have something to say; infinity while nothing is open."""
-        return min(
-            (sign.heard_ms + SILENT_MS + 1 for sign in self.gateways.values() if sign.open), default=float("inf")
-        )
+        oldest_ms = float("inf")
+        for sign in self.gateways.values():  # asked after every message: no generator
+            if sign.open and sign.heard_ms < oldest_ms:
+                oldest_ms = sign.heard_ms
+        return oldest_ms + SILENT_MS + 1

@@ -9,6 +9,7 @@ again by itself. Refuses to know instances; TokenPilot's index knows those.
 
 from base64 import b64decode
 from binascii import Error as BinasciiError
+from functools import lru_cache
 from itertools import islice
 
 from tokenfleet.prefix import CHUNK_TOKENS, DIGEST_BYTES
@@ -34,8 +35,14 @@ def sampled(chain: bytes, stride: int) -> list[tuple[int, bytes]]:
     The n-th digest stands for `n * stride` chunks. A position is kept if it is a multiple of the largest power of two
     that leaves eight to its octave: chains of different strides keep the same ones where both have them.
     """
-    count = len(chain) // DIGEST_BYTES
-    found: list[tuple[int, bytes]] = []
+    kept = _kept(len(chain) // DIGEST_BYTES, stride)
+    return [(chunks, chain[at : at + DIGEST_BYTES]) for chunks, at in kept]
+
+
+@lru_cache(maxsize=4096)
+def _kept(count: int, stride: int) -> tuple[tuple[int, int], ...]:
+    """(position in chunks, offset in bytes) of what is kept of a chain of so many digests."""
+    found: list[tuple[int, int]] = []
     number = 1
     while number <= count:
         chunks = number * stride
@@ -43,10 +50,9 @@ def sampled(chain: bytes, stride: int) -> list[tuple[int, bytes]]:
         if number % step:
             number += step - number % step
             continue
-        at = (number - 1) * DIGEST_BYTES
-        found.append((chunks, chain[at : at + DIGEST_BYTES]))
+        found.append((chunks, (number - 1) * DIGEST_BYTES))
         number += step
-    return found
+    return tuple(found)
 
 
 class _Sent:

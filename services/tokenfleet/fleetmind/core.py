@@ -6,6 +6,7 @@ a standby that takes over asks only for what was never asked for.
 
 from collections.abc import Callable, Collection, Iterable
 from heapq import heappop, heappush, nsmallest
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -51,6 +52,7 @@ MOVE_GAP_MS = 10.0
 #: of those that the same sites could serve, so many are looked at, the most urgent first
 MOVE_LOOK_MAX = 64
 LOOK_MS = 1_000.0
+_held = attrgetter("held")
 
 
 class FleetMind:
@@ -372,7 +374,7 @@ class FleetMind:
     # ------------------------------------------------------------------ moving what is held
 
     def _holds(self) -> bool:
-        return any(load.held for load in self.state.loads.values())
+        return any(map(_held, self.state.loads.values()))
 
     def _room_at(self, now_ms: float) -> None:
         """A place may be free: whoever is held elsewhere need not wait for the next look."""

@@ -260,7 +260,7 @@ def said(considered: Sequence[Considered]) -> tuple[Considered, ...]:
     scored = sorted((one for one in considered if one.terms), key=lambda one: one.terms.get("cost_ms", 0.0))
     told = {one.name for one in scored[:SHORTLIST]}
     return tuple(
-        msgspec.structs.replace(one, terms={name: round(value, 3) for name, value in one.terms.items()})
+        msgspec.structs.replace(one, terms={name: value and round(value, 3) for name, value in one.terms.items()})
         if one.chosen or one.name in told
         else msgspec.structs.replace(one, terms={})
         for one in considered

@@ -235,14 +235,14 @@ class Gateway:
 
     def handle(self, message: Event, now_ms: float) -> Iterable[Effect]:
         """Fold one event; see `tokenfleet.effects.Core`."""
+        if isinstance(message, CapacityReported):  # by far the most
+            return self._on_capacity(message, now_ms)
         if isinstance(message, PlacementAssigned):
             return self._on_assigned(message, now_ms)
         if isinstance(message, PlacementHeld):
             return self._on_held(message, now_ms)
         if isinstance(message, PlacementRefused):
             return self._on_refused(message, now_ms)
-        if isinstance(message, CapacityReported):
-            return self._on_capacity(message, now_ms)
         return ()
 
     def wake(self, now_ms: float) -> Iterator[Effect]:
@@ -328,14 +328,18 @@ class Gateway:
         status = event.status or REASONS.get(event.reason, 503)
         yield from self._refuse(one, event.reason, status, event.retry_after_s, now_ms)
 
-    def _on_capacity(self, event: CapacityReported, now_ms: float) -> Iterator[Effect]:
+    def _on_capacity(self, event: CapacityReported, now_ms: float) -> Iterable[Effect]:
         before = self.capacity.instances(event.site).get(event.instance)
-        was = before.report.incarnation if before is not None else ""
         if not self.capacity.fold(event, now_ms):
-            return
+            return ()
         awaiting = self._awaiting.get(event.instance)
         if not awaiting:
-            return
+            return ()
+        was = before.report.incarnation if before is not None else ""
+        return self._interrupt_awaiting(awaiting, was, event)
+
+    def _interrupt_awaiting(self, awaiting: Iterable[str], was: str, event: CapacityReported) -> Iterator[Effect]:
+        """End what waits for an instance that is gone, or that was another until now."""
         # a draining instance finishes what it has; anything else that is not ready is not waited for
         gone = not event.ready and not event.draining and event.reason != "draining"
         for request_id in sorted(awaiting):

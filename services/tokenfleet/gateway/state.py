@@ -10,6 +10,9 @@ from tokenfleet_schemas.outcome import Outcome
 from tokenfleet_schemas.placement import PlacementAssigned
 from tokenfleet_schemas.request import Ask
 
+Phase = Literal["waiting", "held", "dispatched", "streaming"]
+_PHASES: dict[str, Phase] = {"held": "held", "dispatched": "dispatched", "streaming": "streaming"}
+
 
 class Stage(Enum):
     """Whose answer an open request waits for."""
@@ -27,19 +30,15 @@ class Stage(Enum):
     #: the instance's last token
     STREAMING = "streaming"
 
-    @property
-    def unplaced(self) -> bool:
-        """No instance is booked."""
-        return self in (Stage.ROAD, Stage.SITE, Stage.INSTANCE, Stage.HELD)
+    #: no instance is booked
+    unplaced: bool
+    #: as the lease names it
+    phase: Phase
 
-    @property
-    def phase(self) -> Literal["waiting", "held", "dispatched", "streaming"]:
-        """As the lease names it."""
-        if self is Stage.HELD:
-            return "held"
-        if self is Stage.DISPATCHED:
-            return "dispatched"
-        return "streaming" if self is Stage.STREAMING else "waiting"
+    def __init__(self, value: str) -> None:
+        # Asked of every open request in every lease: attributes, because members are dear to look up (Python 3.11).
+        self.unplaced = value not in ("dispatched", "streaming")
+        self.phase = _PHASES.get(value, "waiting")
 
 
 class Open(msgspec.Struct, kw_only=True):

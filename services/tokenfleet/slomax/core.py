@@ -7,6 +7,7 @@ so that a standby that takes over knows what was decided and never decides a req
 
 from collections.abc import Callable, Iterable
 from heapq import heappop
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ SHARED_EVERY_MS = 5_000.0
 LOOK_MS = 1_000.0
 #: a new owner's releases are numbered this far above the last seen, clear of what its predecessor still said
 NUMBER_GAP = 100
+_changed = attrgetter("changed")
 
 
 class SLOMax(Admission, Releases, Shares):
@@ -236,7 +238,7 @@ class SLOMax(Admission, Releases, Shares):
         quiet = self.state.presence.next_ms()
         if quiet < INFINITY:
             wishes.append(max(quiet, self._look_ms))
-        if any(pool.changed for pool in self.state.pools.values()) or self.state.seen:
+        if self.state.seen or any(map(_changed, self.state.pools.values())):
             wishes.append(self._shared_ms)
         if self.state.closed:
             wishes.append(self._sweep_ms)

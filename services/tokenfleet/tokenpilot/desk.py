@@ -86,8 +86,8 @@ class Desk:
         self._offers: dict[str, Offer] = {}
         #: those of them that may be due earlier than when the next wake-up was last thought over
         self._stirred: set[str] = set()
-        #: models that have learned from few requests; None: to be looked for anew
-        self._few: dict[str, Model] | None = None
+        #: by model version, models that have learned from few requests; None: to be looked for anew
+        self._few: dict[str, dict[str, Model]] | None = None
         #: bookings of ours that have not been seen in the stream yet, and some that have
         self._unconfirmed: dict[str, Booking] = {}
         #: instances whose room changed while this message was handled

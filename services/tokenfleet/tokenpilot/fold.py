@@ -329,20 +329,24 @@ class Folding(Rooms):
             if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms, stale=forecast.stale):
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
-            for name, other in self._novices().items():
-                alike = other.key == model.key and other.ttft.prior == model.ttft.prior
-                if alike and other.samples < min(FEW, model.samples):
+            limit = min(FEW, model.samples)
+            for name, other in self._novices(model.key).items():
+                if other.samples < limit and other.ttft.prior == model.ttft.prior:
                     other.ttft.multiples = list(model.ttft.multiples)
                     self._dirty(name)
         paced = times.tpot_ms is not None and message.output_tokens > 1
         if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
             yield Note("prediction_drift", {"instance": message.instance}, level="warning")
 
-    def _novices(self) -> dict[str, Model]:
-        """The instances' models that have learned from few requests: in a large pool soon none of hundreds."""
-        few = self.state.models if self._few is None else self._few
-        self._few = {name: model for name, model in few.items() if model.samples < FEW}
-        return self._few
+    def _novices(self, key: str) -> dict[str, Model]:
+        """The model version's instances that have learned from few requests: in a large pool soon none of hundreds."""
+        if self._few is None:
+            self._few = {}
+            for name, model in self.state.models.items():
+                self._few.setdefault(model.key, {})[name] = model
+        few = self._few.get(key, {})
+        found = self._few[key] = {name: model for name, model in few.items() if model.samples < FEW}
+        return found
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> Iterator[Effect]:
         for request_id in self.state.presence.lease(message, now_ms):

@@ -27,6 +27,8 @@ class Rooms(Deciding):
     def _after(self, now_ms: float) -> Iterator[Effect]:
         """Offer the room that changed, then ask to be woken when something is due."""
         touched, self._touched = self._touched, set()
+        if not any(pool.held for pool in self.state.pools.values()):
+            touched.clear()  # nobody waits for room
         if touched:  # what ended on one instance may lift the limit of another
             touched |= {name for name, offer in self._offers.items() if offer.room.longest_tokens}
         for name in sorted(touched):
