@@ -96,6 +96,9 @@ def plan(trace: Trace, fleet: Fleet, choices: Choices) -> list[Planned]:
     steps = choices.steps or default_steps(fleet)
     known_classes = set(fleet.classes)
     fallback_model = choices.default_model or next(iter(fleet.models))
+    longest: dict[str, int] = {}
+    for row in trace.rows:
+        longest[_task(row)] = max(longest.get(_task(row), 0), row.output_tokens)
     planned: list[Planned] = []
     for index, row in enumerate(trace.rows):
         cls = choices.cls or row.cls or _class_by_rule(row, steps, known_classes)
@@ -115,21 +118,26 @@ def plan(trace: Trace, fleet: Fleet, choices: Choices) -> list[Planned]:
                 tenant=tenant or choices.default_tenant,
                 model=model,
                 cls=cls,
-                task=row.task or row.kind or "",
+                task=_task(row),
                 deadline_ms=row.deadline_ms,
-                max_tokens=budget(row.input_tokens, row.output_tokens, room),
+                max_tokens=budget(row.input_tokens, row.output_tokens, longest[_task(row)], room),
             )
         )
     return planned
 
 
-def budget(input_tokens: int, output_tokens: int, room_tokens: int | None) -> int:
+def _task(row: Row) -> str:
+    return row.task or row.kind or ""
+
+
+def budget(input_tokens: int, output_tokens: int, longest_tokens: int, room_tokens: int | None) -> int:
     """The `max_tokens` a client that does not know its answer's length would ask for.
 
-    The next power of two above the answer, so that it tells a scheduler as little as real clients' budgets do; cut
-    where prompt and budget would not fit into the model's context.
+    The next power of two above the longest answer of its task in the trace: one limit for an application, which tells
+    a scheduler nothing of this answer's length. Cut where prompt and budget would not fit into the model's context,
+    and never below the answer that the trace has.
     """
-    wanted = max(_SMALLEST_BUDGET, 1 << output_tokens.bit_length())
+    wanted = max(_SMALLEST_BUDGET, 1 << longest_tokens.bit_length())
     if room_tokens is None:
         return wanted
     return max(min(wanted, room_tokens - input_tokens), output_tokens, 1)

@@ -80,11 +80,20 @@ def test_a_class_rule_that_leaves_rows_out_is_refused(text: str) -> None:
 
 
 def test_the_budget_tells_a_scheduler_no_length() -> None:
-    """The trace's `out` as `max_tokens` would hand the policy an oracle that no real client gives it."""
-    assert [budget(10, out, None) for out in (0, 15, 16, 100, 255, 256)] == [16, 16, 32, 128, 256, 512]
-    assert budget(8000, 100, 8192) == 128
-    assert budget(8000, 180, 8192) == 192
-    assert budget(8000, 300, 8192) == 300
+    """The trace's `out` as `max_tokens`, or a power of two beside it, hands the policy an oracle nobody else has."""
+    rows = [
+        row(output_tokens=out, task=task) for out, task in ((1, "chat"), (900, "chat"), (30, "agent"), (3, "agent"))
+    ]
+    made = plan(Trace(name="t", rows=tuple(rows)), FLEET, Choices())
+    assert [one.max_tokens for one in made] == [1024, 1024, 32, 32]
+    assert [budget(10, 0, longest, None) for longest in (0, 15, 16, 100, 255, 256)] == [16, 16, 32, 128, 256, 512]
+
+
+def test_a_budget_fits_the_context_and_the_answer() -> None:
+    """Engines answer 400 to a prompt and a budget that are too long together."""
+    assert budget(8000, 100, 100, 8192) == 128
+    assert budget(8000, 180, 900, 8192) == 192
+    assert budget(8000, 300, 900, 8192) == 300
 
 
 def test_tenants_without_a_key_are_named_before_anything_is_sent() -> None:
