@@ -42,6 +42,27 @@ class AdmissionShared(Event, frozen=True, kw_only=True, tag="tokenfleet.admissio
     shares: tuple[Share, ...]
 
 
+class AdmissionLent(Event, frozen=True, kw_only=True, tag="tokenfleet.admission.v1.lent"):
+    """An entry (`site`) lends another one of a tenant's quota. Totals since the quota began, never steps.
+
+    Parts of all entries and what is on the way sum to the quota: the giver has less once it has said so, the receiver
+    more once it has read it. Counts only while the tenant's quota and the number of entries are those named here.
+    """
+
+    tenant: str
+    receiver: str
+    revision: int
+    #: requests at once
+    concurrent: int = 0
+    #: of the token rate, and of the bucket that it fills
+    tokens_per_minute: float = 0.0
+    #: tokens that lay in that part of the bucket
+    tokens: float = 0.0
+    of_concurrent: int = 0
+    of_tokens_per_minute: float = 0.0
+    of_entries: int = 1
+
+
 class AdmissionOwned(Event, frozen=True, kw_only=True, tag="tokenfleet.admission.v1.owned"):
     """A SLOMax replica took office for a scope; lower terms after this mark are void."""
 

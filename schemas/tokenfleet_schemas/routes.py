@@ -9,7 +9,7 @@ from operator import attrgetter
 import msgspec
 
 from tokenfleet_schemas import streams
-from tokenfleet_schemas.admission import AdmissionDecided, AdmissionOwned, AdmissionShared
+from tokenfleet_schemas.admission import AdmissionDecided, AdmissionLent, AdmissionOwned, AdmissionShared
 from tokenfleet_schemas.capacity import CapacityProbed, CapacityReported
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.goodput import GoodputMeasured
@@ -107,6 +107,7 @@ ROUTES: tuple[Route, ...] = (
     _route(CapacityProbed, "other_site", "siteagent", "fleetmind subscriber", model=""),
     _route(RequestReceived, "ask.gateway", "gateway", "slomax accountant", model="ask.model"),
     _route(AdmissionDecided, "ask.tenant", "slomax gateway", "fleetmind slomax", model="ask.model"),
+    _route(AdmissionLent, "tenant", "slomax", "slomax", model=""),
     _route(AdmissionShared, "", "slomax", "slomax"),
     _route(AdmissionOwned, "", "slomax", "slomax fleetmind", model=""),
     _route(

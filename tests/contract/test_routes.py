@@ -60,7 +60,7 @@ def test_tags_name_family_version_and_fact(route: Route) -> None:
     """The type in the body is the truth; subject and class name say the same."""
     assert route.message.__struct_config__.tag == f"tokenfleet.{route.family}.v1.{route.fact}"
     assert route.message.__struct_config__.tag_field == "type"
-    assert route.fact.endswith(("ed", "held", "withdrawn"))  # a past participle
+    assert route.fact.endswith(("ed", "held", "lent", "withdrawn"))  # a past participle
     assert set(route.producers) <= SERVICES | {"operator"}
     assert set(route.consumers) <= SERVICES | {"subscriber", "operator"}
     assert route.producers

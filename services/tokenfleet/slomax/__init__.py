@@ -7,7 +7,7 @@ has is TokenPilot's word.
 
 Hears: request.received, admission.*, placement.*, room.offered, capacity.reported, outcome.finished, gateway.leased,
 goodput.measured.
-Says: admission.decided, admission.shared, admission.owned, placement.released, placement.refused, room.declined, and
-placement.requested in FleetMind's stead when that stays silent (marked `fallback`).
+Says: admission.decided, admission.lent, admission.shared, admission.owned, placement.released, placement.refused,
+room.declined, and placement.requested in FleetMind's stead when that stays silent (marked `fallback`).
 Offices: `admission:<entry>` for every entry site, `release:<site>` for every site with instances.
 """

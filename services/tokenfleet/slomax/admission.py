@@ -8,10 +8,10 @@ import msgspec
 
 from tokenfleet.effects import Note
 from tokenfleet.eligibility import allowed_ready_sites, hop_timeout_ms, no_site_reason, permitted_sites
-from tokenfleet.slomax import fairness, gate
+from tokenfleet.slomax import fairness, gate, quota
 from tokenfleet.slomax.desk import Desk
-from tokenfleet.slomax.state import DECODE_WEIGHT, INFINITY, Account, Open, Tempo
-from tokenfleet_schemas.admission import AdmissionDecided
+from tokenfleet.slomax.state import DECODE_WEIGHT, INFINITY, Open, Tempo
+from tokenfleet_schemas.admission import AdmissionDecided, AdmissionLent
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.outcome import OutcomeFinished
@@ -101,17 +101,40 @@ class Admission(Desk):
             if first:
                 self._reserve(ask, now_ms)
             self._watch(one, now_ms)
+        if first:
+            self._lend(message, now_ms)
 
     def _reserve(self, ask: Ask, now_ms: float) -> None:
-        tenant = self.fleet.tenants.get(ask.tenant)
-        per_minute = float(tenant.tokens_per_minute) if tenant is not None else 0.0
-        account = self.state.accounts.setdefault(ask.tenant, Account(per_minute, now_ms))
-        if ask.request_id in account.open:
-            return
-        tokens = gate.reserved_tokens(ask)
-        account.refill(per_minute, now_ms)
-        account.level -= tokens
-        account.open[ask.request_id] = tokens
+        account = quota.account(self.fleet, self.state, ask.tenant, ask.entry, now_ms)
+        if ask.request_id not in account.open:
+            tokens = quota.reserved_tokens(ask.input_tokens, ask.output_budget_tokens)
+            account.level -= tokens
+            account.open[ask.request_id] = tokens
+
+    def _lend(self, decided: AdmissionDecided, now_ms: float) -> None:
+        """Another entry let in or refused a tenant of ours: it may need more of the quota than it has left."""
+        name, receiver = decided.ask.tenant, decided.ask.entry
+        for giver in quota.entries(self.fleet):
+            term = self.offices.term(f"admission:{giver}")
+            if not term or giver == receiver:
+                continue
+            lent = quota.loan(self.fleet, self.state, name, giver, receiver, decided.reason, now_ms)
+            if lent is not None:
+                said = quota.say(self.fleet, name, giver, receiver, lent, term, now_ms)
+                self._publish(said)
+                self._lent(said, now_ms)
+                self._out.append(Note("slomax_lent", {"tenant": name, "receiver": receiver}))
+
+    def _lent(self, message: AdmissionLent, now_ms: float) -> None:
+        if not self.offices.void(f"admission:{message.site}", message.term):
+            quota.fold(self.fleet, self.state, message, now_ms)
+
+    def _lent_again(self, now_ms: float) -> None:
+        """Say what is lent once more: who reads the stream from its beginning must find it there."""
+        for (name, giver, receiver), lent in self.state.lent.items():
+            term = self.offices.term(f"admission:{giver}")
+            if term and name in self.fleet.tenants:
+                self._publish(quota.say(self.fleet, name, giver, receiver, lent, term, now_ms))
 
     def _watch(self, one: Open, now_ms: float) -> None:
         """FleetMind owes a request for a site, unless it has said one for this or a later revision."""
@@ -229,7 +252,7 @@ class Admission(Desk):
         self.state.leave(rid, now_ms)
         if message.final:
             tokens = 0.0 if message.attempt == 0 else float(message.input_tokens + message.output_tokens)
-            self._close(rid, message.gateway, message.tenant, tokens, now_ms)
+            self._close(rid, message.gateway, tokens, now_ms)
             return
         if held is not None and held.attempt <= message.attempt:
             self._unhold(rid)
@@ -264,7 +287,7 @@ class Admission(Desk):
                 gateway = name
                 break
         tokens = float(one.ask.input_tokens) if one is not None and one.answered[0] > 0 else 0.0
-        self._close(rid, gateway, one.ask.tenant if one is not None else "", tokens, now_ms)
+        self._close(rid, gateway, tokens, now_ms)
         self._out.append(Note("slomax_expired", {}, {"request": rid, "gateway": gateway}, level="warning"))
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> None:

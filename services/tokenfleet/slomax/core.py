@@ -14,12 +14,12 @@ import msgspec
 
 from tokenfleet.effects import Effect, Note, WakeAt
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax import fairness, gate, policy
+from tokenfleet.slomax import fairness, gate, policy, quota
 from tokenfleet.slomax.admission import Admission, at
 from tokenfleet.slomax.releases import RELEASE_MS, Releases
 from tokenfleet.slomax.shares import Shares
 from tokenfleet.slomax.state import INFINITY, State
-from tokenfleet_schemas.admission import AdmissionDecided, AdmissionOwned, AdmissionShared
+from tokenfleet_schemas.admission import AdmissionDecided, AdmissionLent, AdmissionOwned, AdmissionShared
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.goodput import GoodputMeasured
@@ -38,6 +38,8 @@ from tokenfleet_schemas.request import RequestReceived
 from tokenfleet_schemas.room import RoomOffered
 
 SHARED_EVERY_MS = 5_000.0
+#: what is lent of quotas is said so often, well within what the stream keeps
+LENT_EVERY_MS = 300_000.0
 #: gateways' silence is looked at so often at least
 LOOK_MS = 1_000.0
 #: a new owner's releases are numbered this far above the last seen, clear of what its predecessor still said
@@ -53,9 +55,11 @@ class SLOMax(Admission, Releases, Shares):
         self._look_ms = 0.0
         self._shared_ms = 0.0
         self._sweep_ms = 0.0
+        self._lent_ms = 0.0
         self._folds: dict[type[Event], Callable[[Any, float], None]] = {
             RequestReceived: self._received,
             AdmissionDecided: self._decided,
+            AdmissionLent: self._lent,
             AdmissionOwned: self._owned,
             AdmissionShared: self._shared,
             PlacementRequested: self._requested,
@@ -102,6 +106,9 @@ class SLOMax(Admission, Releases, Shares):
         if now_ms >= self._shared_ms:
             self._shared_ms = now_ms + SHARED_EVERY_MS
             self._share(now_ms)
+        if now_ms >= self._lent_ms:
+            self._lent_ms = now_ms + LENT_EVERY_MS
+            self._lent_again(now_ms)
         return self._effects(now_ms)
 
     def scopes(self) -> tuple[str, ...]:
@@ -137,10 +144,7 @@ class SLOMax(Admission, Releases, Shares):
     def reconfigure(self, fleet: Fleet, now_ms: float) -> Iterable[Effect]:
         """Take a reloaded fleet file: quotas, shares and policy hold for what is decided from now on."""
         before, self.fleet = self.fleet, fleet
-        for name, account in self.state.accounts.items():
-            old, new = before.tenants.get(name), fleet.tenants.get(name)
-            if new is not None and (old is None or old.tokens_per_minute != new.tokens_per_minute):
-                account.level, account.at_ms = float(new.tokens_per_minute), now_ms  # a new bucket starts full
+        quota.reload(before, fleet, self.state, now_ms)
         return self._effects(now_ms)
 
     def snapshot(self) -> bytes:
@@ -169,9 +173,9 @@ class SLOMax(Admission, Releases, Shares):
             for name in self.fleet.classes:
                 labels = (("site", site), ("model", model), ("version", version), ("service_class", name))
                 held[labels] = float(pool.count(name))
-        reserved: dict[tuple[tuple[str, str], ...], float] = {
-            (("tenant", name),): float(sum(account.open.values())) for name, account in self.state.accounts.items()
-        }
+        reserved: dict[tuple[tuple[str, str], ...], float] = {}
+        for (name, _), account in self.state.accounts.items():
+            reserved[(("tenant", name),)] = reserved.get((("tenant", name),), 0.0) + sum(account.open.values())
         shares: dict[tuple[tuple[str, str], ...], float] = {}
         for (site, model, version), pool in self.state.pools.items():
             for name, share in fairness.shares_of(self.fleet, pool).items():
@@ -240,6 +244,8 @@ class SLOMax(Admission, Releases, Shares):
             wishes.append(max(quiet, self._look_ms))
         if self.state.seen or any(map(_changed, self.state.pools.values())):
             wishes.append(self._shared_ms)
+        if self.state.lent:
+            wishes.append(self._lent_ms)
         if self.state.closed:
             wishes.append(self._sweep_ms)
         if wishes:

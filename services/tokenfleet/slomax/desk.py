@@ -45,14 +45,15 @@ class Desk:
             one.refused = message
             one.watch_until_ms = INFINITY
 
-    def _close(self, rid: str, gateway: str, tenant: str, tokens: float, now_ms: float) -> None:
+    def _close(self, rid: str, gateway: str, tokens: float, now_ms: float) -> None:
         self._unhold(rid)
         self.state.leave(rid, now_ms)
         one = self.state.open.pop(rid, None)
         self.state.presence.close(rid, gateway)
         self.state.bury(rid, now_ms)
         self.state.bills.pop(rid, None)
-        account = self.state.accounts.get(one.ask.tenant if one is not None else tenant)
+        # What nobody knew to be open has reserved nothing.
+        account = self.state.accounts.get((one.ask.tenant, one.ask.entry)) if one is not None else None
         if account is not None and rid in account.open:
             # The estimate goes back into the bucket, what was really used stays out.
             account.level += account.open.pop(rid) - tokens

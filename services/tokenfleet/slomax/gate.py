@@ -15,13 +15,11 @@ from tokenfleet.eligibility import (
     zone_bound,
 )
 from tokenfleet.fleet import Fleet, Tenant
-from tokenfleet.slomax import reserve
-from tokenfleet.slomax.state import Account, Held, Pool, State
+from tokenfleet.slomax import quota, reserve
+from tokenfleet.slomax.state import Held, Pool, State
 from tokenfleet_schemas.admission import REASONS
 from tokenfleet_schemas.request import Ask
 
-#: reserved for output when the client sets no limit: trued up at the end, and a model's whole length would block it
-UNBOUNDED_OUTPUT_TOKENS = 1024
 #: a pool is saturated when what it holds waits so long: a queue of some milliseconds is how look-ahead works.
 #: Sheddable requests begin to be refused at half of it, each at its own point: no cliff
 SATURATED_MS = 1_000.0
@@ -51,12 +49,6 @@ def refusal(request_id: str, reason: str, reset_ms: float = 0.0) -> Verdict:
     return Verdict(reason, status, retry_after_s(request_id, reset_ms) if status in (429, 503) else None)
 
 
-def reserved_tokens(ask: Ask) -> float:
-    """What an admission takes from the tenant's bucket until the end says what it really was."""
-    budget = ask.output_budget_tokens
-    return float(ask.input_tokens + (UNBOUNDED_OUTPUT_TOKENS if budget is None else budget))
-
-
 def judge(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
     """Let a request in or refuse it; the first rule that fails is the reason."""
     tenant = fleet.tenants.get(ask.tenant)
@@ -68,23 +60,25 @@ def judge(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
     if not permitted_sites(fleet, ask.tenant, ask.model):
         denials = {fleet.site_denial(ask.tenant, ask.model, s) for s, site in fleet.sites.items() if site.instances}
         return refusal(ask.request_id, "residency" if "residency" in denials else "not_permitted")
-    verdict = _quota(tenant, state.accounts.get(ask.tenant), ask, now_ms)
+    verdict = _quota(fleet, state, tenant, ask, now_ms)
     if not verdict.admitted or fleet.policy.admission == "none":
         return verdict
     return _load(fleet, state, ask, now_ms)
 
 
-def _quota(tenant: Tenant, account: Account | None, ask: Ask, now_ms: float) -> Verdict:
-    if account is None:
+def _quota(fleet: Fleet, state: State, tenant: Tenant, ask: Ask, now_ms: float) -> Verdict:
+    """Against the entry's own part of the quota alone: another entry that decides at this moment has its own."""
+    if not (tenant.max_concurrent or tenant.tokens_per_minute):
         return Verdict()
-    if tenant.max_concurrent and len(account.open) >= tenant.max_concurrent:
+    mine = quota.part(fleet, state, ask.tenant, ask.entry)
+    account = quota.account(fleet, state, ask.tenant, ask.entry, now_ms)
+    if tenant.max_concurrent and len(account.open) >= mine.concurrent:
         return refusal(ask.request_id, "tenant_concurrency", 1_000.0)
     if tenant.tokens_per_minute:
-        account.refill(tenant.tokens_per_minute, now_ms)
         # A request larger than a minute's tokens waits for a full bucket and then runs it into debt.
-        need = min(reserved_tokens(ask), float(tenant.tokens_per_minute))
+        need = min(quota.reserved_tokens(ask.input_tokens, ask.output_budget_tokens), mine.tokens_per_minute)
         if account.level < need:
-            return refusal(ask.request_id, "tenant_rate", (need - account.level) * 60_000.0 / tenant.tokens_per_minute)
+            return refusal(ask.request_id, "tenant_rate", (need - account.level) * 60_000.0 / mine.tokens_per_minute)
     return Verdict()
 
 

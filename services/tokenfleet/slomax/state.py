@@ -351,7 +351,7 @@ class Pool(msgspec.Struct):
 
 
 class Account(msgspec.Struct):
-    """One tenant's quotas: a bucket of tokens, and what its open requests have reserved."""
+    """One tenant's quotas at one entry: a bucket of tokens, and what its open requests have reserved."""
 
     level: float
     at_ms: float
@@ -359,10 +359,20 @@ class Account(msgspec.Struct):
     open: dict[str, float] = {}
 
     def refill(self, tokens_per_minute: float, now_ms: float) -> None:
-        if now_ms > self.at_ms:
+        """Fill the bucket for the time that passed; it holds a minute's tokens."""
+        if now_ms >= self.at_ms:
             grown = self.level + (now_ms - self.at_ms) * tokens_per_minute / 60_000.0
             self.level = min(tokens_per_minute, grown)
             self.at_ms = now_ms
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """What an entry has lent another of a tenant's quota, in all (`quota`)."""
+
+    concurrent: int = 0
+    tokens_per_minute: float = 0.0
+    tokens: float = 0.0
+    revision: int = 0
 
 
 class State(msgspec.Struct):
@@ -376,7 +386,10 @@ class State(msgspec.Struct):
     pools: dict[PoolKey, Pool] = {}
     #: held request → its pool
     where: dict[str, PoolKey] = {}
-    accounts: dict[str, Account] = {}
+    #: (tenant, entry) → its quotas there
+    accounts: dict[tuple[str, str], Account] = {}
+    #: (tenant, entry that lends, entry that has it) → how much
+    lent: dict[tuple[str, str, str], Lent] = {}
     #: running request → its pool and account
     inside: dict[str, tuple[PoolKey, str]] = {}
     #: request → what it was charged when it left its pool

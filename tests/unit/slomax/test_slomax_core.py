@@ -161,7 +161,7 @@ class TestAdmission:
             assert bench.of(AdmissionDecided)[-1].admitted, n
             bench.feed(finished(ask, "cancelled", output_tokens=10))
         assert bench.count("reserved_tokens") == 0
-        account = bench.core.state.accounts["slow"]
+        account = bench.core.state.accounts["slow", "a"]
         assert account.level == pytest.approx(1_000_000 - 200 * 110)
         bench.check_zero()
 
