@@ -18,10 +18,12 @@ from tokenfleet.runtime.service import Service
 from tokenfleet.runtime.settings import Settings
 from tokenfleet.runtime.tasks import cancel_and_wait
 from tokenfleet_schemas.capacity import CapacityProbed
+from tokenfleet_schemas.codec import encode
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.lease import GatewayLeased
 from tokenfleet_schemas.placement import PlacementOwned, PlacementWithdrawn
 from tokenfleet_schemas.routes import subject_filter, subject_of
+from tokenfleet_schemas.streams import STREAMS
 
 PLACEMENT = subject_filter("placement")
 
@@ -367,3 +369,42 @@ async def test_a_restarted_core_resumes_from_its_checkpoint(clean_nats_url: str,
         # folded by this process: the rest and at most its predecessor's mark
         assert len(again.times) <= 2
         await stop(service, task)
+
+
+async def test_an_operators_replicas_are_kept_and_wrong_limits_are_said(
+    clean_nats_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B06: limits that somebody had changed gave acknowledgements without storage. Who may change streams puts them
+    right at its start, who may not says so; what the operator decides (copies, a description) stays."""
+    spec = next(one for one in STREAMS if one.name == "TF_OUTCOME")
+    async with connected(clean_nats_url) as bus:
+        await bus.wait_provisioned(patience_s=5)
+        assert caplog.records == []
+        config = (await bus.js.stream_info(spec.name)).config
+        await bus.js.update_stream(config.evolve(max_bytes=1_000_000, discard="old", description="ours"))
+        await bus.wait_provisioned(patience_s=5)
+        assert [(line.stream, line.has["max_bytes"], line.has["discard"]) for line in caplog.records] == [  # type: ignore[attr-defined]
+            ("TF_OUTCOME", 1_000_000, "old")
+        ]
+        await bus.provision()
+        found = (await bus.js.stream_info(spec.name)).config
+        assert (found.max_bytes, found.discard, found.description) == (spec.max_bytes, "new", "ours")
+
+
+async def test_a_full_stream_of_measurements_drops_the_oldest_and_holds_up_nobody(clean_nats_url: str) -> None:
+    """B06: three times a stream's size is published to one that may drop: the newest are there, nobody is refused."""
+    async with connected(clean_nats_url) as bus:
+        config = (await bus.js.stream_info("TF_PLACEMENT")).config
+        await bus.js.update_stream(config.evolve(max_bytes=100_000))
+        size = 0
+        number = 0
+        while size < 300_000:
+            bus.publish(withdrawn(number))
+            size += len(encode(withdrawn(number)))
+            number += 1
+        last = await bus.publish_acked(withdrawn(number))
+        assert last == number + 1
+        state = (await bus.js.stream_info("TF_PLACEMENT")).state
+        assert state.last_seq == last
+        assert 0 < state.messages < number
+        assert state.bytes <= 100_000

@@ -163,13 +163,14 @@ async def _reset_at_once(connection: Connection) -> None:
 async def test_a_failure_before_the_first_token_is_repeated_elsewhere(
     nats_url: str, script: Any, reason: str, stream: bool
 ) -> None:
-    """The client sees one clean answer; the ledger sees both attempts."""
+    """L09: the client sees one clean answer, and where it is from; the ledger has both attempts at their instances."""
     async with bench(nats_url) as b:
         await b.engine(script)
         await b.engine(answering(sse("ok", usage=1)))
         async with b.post(stream=stream) as r:
             assert r.status == 200
             assert r.headers["X-Tokenfleet-Attempts"] == "2"
+            assert (r.headers["X-Tokenfleet-Site"], r.headers["X-Tokenfleet-Model"]) == ("b", "m@1")
             if stream:
                 events = await read(r)
                 assert text_of(events) == "ok"
@@ -178,6 +179,7 @@ async def test_a_failure_before_the_first_token_is_repeated_elsewhere(
                 assert (await r.json())["choices"][0]["message"]["content"] == "ok"
         first, second = await b.pilot.finished(2)
         assert (first.attempt, first.final, first.outcome, first.reason) == (1, False, "failed", reason)
+        assert first.instance == "b-0"
         assert first.excluded == ("b-0",)
         assert (second.attempt, second.final, second.outcome, second.instance) == (2, True, "completed", "b-1")
 

@@ -233,13 +233,15 @@ class Crashes:
             raise Crash
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("count", [1500, pytest.param(7000, marks=soak)])  # requests; half as many attempts more
 async def test_a_hundred_crashes_between_commit_and_acknowledgement(
-    clean_nats_url: str, database_url: str, client: Client
+    clean_nats_url: str, database_url: str, client: Client, count: int
 ) -> None:
     """L07: four writers die a hundred times after committing, before acknowledging, while each outcome comes one to
     five times in any order: every row is there once and as the gateway said."""
     rng = random.Random(11)
-    truth = requests(rng, "r", 1500)
+    truth = requests(rng, "r", count)
     crashes = Crashes(left=100)
     settings = AccountantSettings(ack_wait_s=1.0, batch_rows_min=20, batch_rows_max=20, batch_wait_s=0.05)
     async with contextlib.AsyncExitStack() as stack:
@@ -257,7 +259,7 @@ async def test_a_hundred_crashes_between_commit_and_acknowledgement(
 
         workers = [asyncio.create_task(worker(number)) for number in range(4)]
         await publish(client, repeated(rng, truth))
-        await drained(clean_nats_url, timeout_s=90)
+        await drained(clean_nats_url, timeout_s=300)
         for one in services:
             one.stopping.set()
         await asyncio.gather(*workers)

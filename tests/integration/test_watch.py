@@ -127,6 +127,11 @@ def test_credentials_of_a_url_win_and_are_decoded() -> None:
         "nats_password": "p@ss/",
     }
     assert _nats.credentials("nats://bus") == {"nats_url": "nats://bus:4222"}
+    assert _nats.credentials("nats://u:p@one,nats://u:p@two:4333") == {
+        "nats_url": "nats://one:4222,nats://two:4333",
+        "nats_user": "u",
+        "nats_password": "p",
+    }
 
 
 def test_what_the_user_may_not_read_is_said_plainly(server: NatsServer, capsys: pytest.CaptureFixture[str]) -> None:

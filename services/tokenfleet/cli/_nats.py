@@ -18,7 +18,15 @@ PATIENCE_S = 3.0
 
 
 def credentials(url: str) -> dict[str, str]:
-    """Settings for a URL; user and password in it win over the environment's. Raises `UsageError`."""
+    """Settings for a URL; user and password in it win over the environment's. Raises `UsageError`.
+
+    Several, separated by commas, are one cluster: the first one's user counts.
+    """
+    first, *others = [_credentials(one) for one in url.split(",")]
+    return first | {"nats_url": ",".join(one["nats_url"] for one in (first, *others))}
+
+
+def _credentials(url: str) -> dict[str, str]:
     try:
         parts = urlsplit(url)
         port = parts.port

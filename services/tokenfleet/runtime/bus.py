@@ -120,7 +120,7 @@ class Bus:
     async def _connect_once(self, options: dict[str, Any]) -> None:
         user = self.settings.nats_user
         await self.nc.connect(
-            self.settings.nats_url,
+            self.settings.nats_url.split(","),
             name=self.name,
             inbox_prefix=f"_INBOX_{user}" if user else "_INBOX",
             allow_reconnect=True,
@@ -213,25 +213,31 @@ class Bus:
             raise BusError(f"provisioning streams: {error!r}") from None
 
     async def _provision_stream(self, spec: StreamSpec) -> None:
-        config = StreamConfig(
-            name=spec.name,
-            subjects=list(spec.subjects),
-            retention=RetentionPolicy.LIMITS,
-            storage=StorageType.FILE,
-            max_age=float(spec.max_age_s),
-            max_bytes=spec.max_bytes,
-            max_msgs_per_subject=spec.max_msgs_per_subject or -1,
-            discard=DiscardPolicy(spec.discard),
-            duplicate_window=float(min(spec.duplicate_window_s, spec.max_age_s or spec.duplicate_window_s)),
-            allow_direct=True,
-        )
-        try:
-            await self.js.update_stream(config)
-        except nats.js.errors.NotFoundError:
+        ours: dict[str, Any] = {
+            "name": spec.name,
+            "subjects": list(spec.subjects),
+            "retention": RetentionPolicy.LIMITS,
+            "storage": StorageType.FILE,
+            "max_age": float(spec.max_age_s),
+            "max_bytes": spec.max_bytes,
+            "max_msgs_per_subject": spec.max_msgs_per_subject or -1,
+            "discard": DiscardPolicy(spec.discard),
+            "duplicate_window": float(min(spec.duplicate_window_s, spec.max_age_s or spec.duplicate_window_s)),
+            "allow_direct": True,
+        }
+        for _ in range(2):
             try:
-                await self.js.add_stream(config)
-            except nats.js.errors.BadRequestError:
-                await self.js.update_stream(config)  # a neighbour was faster
+                found = (await self.js.stream_info(spec.name)).config
+            except nats.js.errors.NotFoundError:
+                try:
+                    await self.js.add_stream(StreamConfig(**ours))
+                    return
+                except nats.js.errors.BadRequestError:
+                    continue  # a neighbour was faster
+            # the number of replicas, and what else we do not care about, is the operator's
+            await self.js.update_stream(found.evolve(**ours))
+            return
+        raise BusError(f"stream {spec.name} can neither be made nor found")
 
     async def wait_provisioned(self, *, patience_s: float = 60.0) -> None:
         """For users who may not create streams: wait until somebody did; raises `BusError`."""
@@ -239,12 +245,23 @@ class Bus:
         for spec in STREAMS:
             while True:
                 try:
-                    await self.js.stream_info(spec.name)
+                    self._check_limits(spec, (await self.js.stream_info(spec.name)).config)
                     break
                 except (nats.js.errors.NotFoundError, TimeoutError):
                     if asyncio.get_running_loop().time() > deadline:
                         raise BusError(f"stream {spec.name} was never created") from None
                     await asyncio.sleep(0.3)
+
+    def _check_limits(self, spec: StreamSpec, found: StreamConfig) -> None:
+        """A stream that drops what must not be lost, or holds less than it should, is said at the start."""
+        wanted = {"max_age_s": float(spec.max_age_s), "max_bytes": spec.max_bytes, "discard": spec.discard}
+        has = {
+            "max_age_s": float(found.max_age or 0.0),
+            "max_bytes": found.max_bytes,
+            "discard": DiscardPolicy(found.discard).value,
+        }
+        if has != wanted:
+            log.error("a stream has other limits than it should", extra={"stream": spec.name, "has": has})
 
     async def bucket(self, name: str) -> KeyValue:
         """A KV bucket that `provision` made."""
