@@ -87,7 +87,7 @@ def floor(scenario: Scenario, seed: int) -> dict[str, float | None]:
     }
 
 
-def conversation(seed: int, *, policy: str, speed: float, overrides: dict[str, Any]) -> Figures:
-    """Mooncake's conversations on eight 70B instances, with the floor beside the usual figures."""
-    done = simulate(seed, scenario="conversation-70b", policy=policy, speed=speed, overrides=overrides)
-    return Figures(metrics={**figures(done), **floor(load("conversation-70b", overrides, speed), seed)})
+def conversation(seed: int, *, scenario: str, policy: str, speed: float, overrides: dict[str, Any]) -> Figures:
+    """Mooncake's conversations on one site's instances, with the floor beside the usual figures."""
+    done = simulate(seed, scenario=scenario, policy=policy, speed=speed, overrides=overrides)
+    return Figures(metrics={**figures(done), **floor(load(scenario, overrides, speed), seed)})

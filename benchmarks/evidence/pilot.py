@@ -5,16 +5,36 @@ from typing import Any
 from benchmarks.evidence import Bars, Cell, Compare, Goal, Part, Quick
 from benchmarks.evidence._pilot import agents, conversation
 
-#: multiples of the scenario's speed: highest stable load and knee of (3, 2, 2), `tokenfleet simulate conversation-70b
-#: --policy llm-d//none --knee 1.2 2.6`
-STABLE, KNEE = 1.766, 1.832
+#: (scenario, multiple of its trace's speed): highest stable load and knee of (3, 2, 2), see the part `loads`
+CONVERSATIONS: dict[str, tuple[str, float]] = {
+    "stable": ("conversation-70b", 1.766),
+    "knee": ("conversation-70b", 1.832),
+    "stable, 8B": ("conversation-8b", 5.71),
+    "knee, 8B": ("conversation-8b", 5.894),
+}
 POLICIES = {"ours": "tokenfleet", "3,2,2": "llm-d"}
-WINDOW: dict[str, Any] = {"scenario": {"duration_s": 210, "warmup_s": 30}}
 AGENTS: dict[str, dict[str, Any]] = {
     "agents": {"workload": "generated", "rates": [8.0, 12.0, 16.0], "stage_s": 35.0, "warmup_s": 20.0},
+    "more agents": {"workload": "generated", "rates": [12.0, 18.0, 24.0], "stage_s": 35.0, "warmup_s": 20.0},
     "recorded": {"workload": "recorded", "rates": [3.0, 4.0, 5.0], "stage_s": 35.0, "warmup_s": 20.0},
 }
-PLACES = ("stable", "knee", *AGENTS)
+PLACES = (*CONVERSATIONS, *AGENTS)
+
+
+def cells(policies: dict[str, str], place: str) -> tuple[Cell, ...]:
+    """One place's runs, by policy."""
+    if place in AGENTS:
+        return tuple(
+            Cell(name=f"{name}, {place}", run=agents, args={"policy": policy, **AGENTS[place]})
+            for name, policy in policies.items()
+        )
+    scenario, speed = CONVERSATIONS[place]
+    args: dict[str, Any] = {"scenario": scenario, "speed": speed, "overrides": {}}
+    return tuple(
+        Cell(name=f"{name}, {place}", run=conversation, args={"policy": policy, **args})
+        for name, policy in policies.items()
+    )
+
 
 FINDINGS = """
 - Every difference has the expected sign. The goal for P95 at the stable load is reached in the mean; the others are
@@ -38,30 +58,16 @@ FINDINGS = """
 PART = Part(
     title="TokenPilot: time to first token against weights (3, 2, 2)",
     question="""
-Mooncake's conversation trace on eight 70B instances at the highest load at which (3, 2, 2), dispatching at once, is
-stable (speed 1.766) and at its knee (1.832); and the shape of the published headline, long agents of many turns in
-closed loops at stepped rates on thirteen instances of a 480B model: generated ones and sessions of the trace
-`coding-agent` (`benchmarks/evidence/_agents.py`). Slices of 210 s and 105 s, arrivals drawn anew per seed.
+Mooncake's conversation trace, whole, on eight 70B instances and on sixteen 8B instances, at the highest load at which
+(3, 2, 2), dispatching at once, is stable and at its knee (part `loads`); and the shape of the published headline, long
+agents of many turns in closed loops at stepped rates on thirteen instances of a 480B model: generated ones at 8, 12 and
+16 and at 12, 18 and 24 sessions/s, and sessions of the trace `coding-agent` at 3, 4 and 5
+(`benchmarks/evidence/_agents.py`), 35 s each step. Arrivals are drawn anew per seed.
 
 *floor* is what no router could better with these engines: every request computed at once and alone in its steps,
 and all instances one cache of their joint size, least recently used out first.
 """,
-    cells=(
-        *(
-            Cell(
-                name=f"{name}, {place}",
-                run=conversation,
-                args={"policy": policy, "speed": speed, "overrides": WINDOW},
-            )
-            for place, speed in (("stable", STABLE), ("knee", KNEE))
-            for name, policy in POLICIES.items()
-        ),
-        *(
-            Cell(name=f"{name}, {place}", run=agents, args={"policy": policy, **args})
-            for place, args in AGENTS.items()
-            for name, policy in POLICIES.items()
-        ),
-    ),
+    cells=tuple(cell for place in PLACES for cell in cells(POLICIES, place)),
     traces=("coding-agent",),
     seeds=(1, 2, 3, 4, 5),
     compare=tuple(
@@ -73,12 +79,14 @@ and all instances one cache of their joint size, least recently used out first.
             expect=-1,
             at_most=goal,
         )
-        for place, goals in (
+        for words, goals in (
             ("stable", (-0.50, -0.324)),
             ("knee", (-0.75, -0.60)),
             ("agents", (-0.713, -0.40)),
             ("recorded", (-0.713, -0.40)),
         )
+        for place in PLACES
+        if words in place
         for metric, goal in zip(("ttft_p50_s", "ttft_p95_s"), goals, strict=True)
     ),
     goals=tuple(

@@ -6,10 +6,10 @@ from benchmarks.evidence import Bars, Cell, Compare, Part, Quick, simulated
 
 SPEED = 1.5
 _SITE: dict[str, Any] = {"site": "b", "model": "m", "version": "1", "token_budget": 8192}
-LATER = 60.0
+LATER = 300.0
 SHORT: dict[str, Any] = {"scenario": {"duration_s": 100, "warmup_s": 30}}
 #: counted from when the fault begins
-LONG: dict[str, Any] = {"scenario": {"duration_s": 150, "warmup_s": 60}}
+LONG: dict[str, Any] = {"scenario": {"duration_s": 450, "warmup_s": 300}}
 #: eight H100 and as much prefill from five of them and eight A100
 MIXED = [
     {**_SITE, "name": "h", "profile": "70b-h100x4", "count": 5},
@@ -49,9 +49,9 @@ PART = Part(
     question="""
 TokenFleet against itself undisturbed, on Mooncake's conversations on eight 70B instances at speed 1.5 (85% of what
 (3, 2, 2) carries in a stable way). Two hardware generations: five H100 and eight A100 instances with together the
-prefill rate of eight H100. One instance three times as slow, or gone, from the second minute to the end, which is what
-is counted. Reports one second old instead of 50 ms; prefill rates declared at half and at twice the true ones, which
-nobody tells the policy. Short slices: 70 and 90 s are counted.
+prefill rate of eight H100. One instance three times as slow, or gone, from minute 5 to the end, which is what is
+counted. Reports one second old instead of 50 ms; prefill rates declared at half and at twice the true ones, which
+nobody tells the policy. 70 and 150 s are counted.
 """,
     cells=(
         Cell(name="as it is", run=simulated, args=_args(SHORT, {})),

@@ -117,11 +117,18 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
         return Choice(None, "reserved" if large else _empty(pool))
     passed: dict[str, Held] = {}
     full = long_full(pool, instance, now_ms)
+    # What must be left free is the same for all of a class whose tenants take no more than their part, or all do.
+    left: dict[tuple[str, bool], reserve.Kept] = {}
     for held, reason in order(fleet, pool, now_ms):
         if full and is_long(fleet, pool, held, now_ms):
             continue
-        if reason != "floor" and not leaves(held, room, reserve.kept(fleet, pool, held, now_ms)):
-            continue
+        if reason != "floor":
+            kind = (held.service_class, held.tenant in pool.greedy)
+            kept = left.get(kind)
+            if kept is None:
+                kept = left[kind] = reserve.kept(fleet, pool, held, now_ms)
+            if not leaves(held, room, kept):
+                continue
         if fits(held, instance, room, now_ms):
             for one in passed.values():
                 one.bypassed += one.home_instance == instance
