@@ -115,7 +115,7 @@ and all instances one cache of their joint size, least recently used out first.
     ),
     quick=Quick(
         cells=("ours, knee", "3,2,2, knee", "ours, recorded", "3,2,2, recorded"),
-        seeds=3,
+        seeds=5,  # with three, an interval of the recorded sessions' P50 reaches zero by chance
     ),
     findings=FINDINGS,
 )
