@@ -5,7 +5,7 @@ on the request's origin (routable, adapter, version) is kept per such origin, an
 change, so that this filter and everybody else's stay the same one. Refuses to know requests.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -269,6 +269,29 @@ class Board:
             min(4, int(5.0 * decoders / max(1.0, sequences_max))),
             knobs.feedback_ms / per_token_ms,
         )
+
+    def teach(self, taught: Mapping[str, Model]) -> None:
+        """Mirror instances that were given the same coefficients of prefill, prior and multiples: all rows at once."""
+        known = [(self.row[name], model) for name, model in taught.items() if name in self.row]
+        if not known:
+            return
+        model = known[0][1]
+        found, slowness = model.ttft.coefficients(), model.slowness
+        for row, other in known:
+            self._learned[row] = other.ttft.multiples, other.tpot.multiples
+            self._coefficients[row] = (*found, *self._coefficients[row][len(found) : -1], slowness)
+        rows = np.array([row for row, _ in known])
+        self._data[_LEARNED_AT : _LEARNED_AT + len(found), rows] = np.array(found)[:, None]
+        self.slowness[rows] = slowness
+        self._usual_slowness = None
+        _, token_ms, pair_ms, step_ms, kv_ms = found
+        step_cost_ms = step_ms + kv_ms * self.kv_read[rows]
+        per_token_ms = token_ms + (step_cost_ms + token_ms * self.decoders[rows]) / self.step_room[rows]
+        self.step_cost_ms[rows] = step_cost_ms
+        self.per_token_ms[rows] = per_token_ms
+        attention_ms = pair_ms * self.pairs[rows] / np.maximum(1.0, self.prefill_tokens[rows])
+        self.queue_token_ms[rows] = per_token_ms + attention_ms
+        self.soon_tokens[rows] = self.knobs.feedback_ms / per_token_ms
 
     def _report(self, row: int, name: str, heard: Heard, number: int) -> None:
         report, knobs = heard.report, self.knobs

@@ -330,10 +330,14 @@ class Folding(Rooms):
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
             limit = min(FEW, model.samples)
+            taught: dict[str, Model] = {}
             for name, other in self._novices(model.key).items():
                 if other.samples < limit and other.ttft.prior == model.ttft.prior:
                     other.ttft.multiples = list(model.ttft.multiples)
-                    self._dirty(name)
+                    taught[name] = other
+            if taught:
+                for board in self._boards.values():
+                    board.teach(taught)
         paced = times.tpot_ms is not None and message.output_tokens > 1
         if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
             yield Note("prediction_drift", {"instance": message.instance}, level="warning")
