@@ -148,28 +148,33 @@ async def test_the_ledger_goes_on_when_a_server_of_three_is_away(
             await until(more, timeout_s=60, what="rows")
 
         speaking = asyncio.create_task(speak())
-        await go_on(100)
-        for _ in range(times):
-            name = await leader(client)
-            victim = next(one for one in cluster if one.server_name == name)
-            if what == "killed":
-                await asyncio.to_thread(victim.kill)
-            else:
-                assert victim.pid is not None
-                os.kill(victim.pid, signal.SIGSTOP)
-            # two of three are enough
-            begun, before = time.monotonic(), written()
-            await go_on(before + 100)
-            await asyncio.sleep(max(0.0, away_s - (time.monotonic() - begun)))
-            if what == "killed":
-                await asyncio.to_thread(victim.start, timeout_s=90)
-            else:
-                os.kill(victim.pid or 0, signal.SIGCONT)
-            await copied(client)
-            await go_on(written() + 100)
-        over.set()
-        await speaking
-        await asyncio.wait_for(asyncio.gather(*saying), 60)
+        try:
+            await go_on(100)
+            for _ in range(times):
+                name = await leader(client)
+                victim = next(one for one in cluster if one.server_name == name)
+                if what == "killed":
+                    await asyncio.to_thread(victim.kill)
+                else:
+                    assert victim.pid is not None
+                    os.kill(victim.pid, signal.SIGSTOP)
+                # two of three are enough
+                begun, before = time.monotonic(), written()
+                await go_on(before + 100)
+                await asyncio.sleep(max(0.0, away_s - (time.monotonic() - begun)))
+                if what == "killed":
+                    await asyncio.to_thread(victim.start, timeout_s=90)
+                else:
+                    os.kill(victim.pid or 0, signal.SIGCONT)
+                await copied(client)
+                await go_on(written() + 100)
+            over.set()
+            await speaking
+            await asyncio.wait_for(asyncio.gather(*saying), 60)
+        finally:
+            # a failure must not leave writers behind that fill the memory of the tests after it
+            for task in (speaking, *saying):
+                task.cancel()
 
         async def acknowledged() -> bool:
             with contextlib.suppress(nats.errors.Error, nats.js.errors.Error, TimeoutError):
