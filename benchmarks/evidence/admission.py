@@ -2,18 +2,25 @@
 
 from typing import Any
 
-from benchmarks.evidence import Bars, Cell, Compare, Goal, Part, Quick, simulated
+from benchmarks.evidence import Bars, Cell, Compare, Figures, Goal, Part, Quick, figures, simulate
 
 #: name → who admits and orders; all with TokenPilot's and FleetMind's own rules
 ADMISSIONS = {
     "SLOMax": "tokenfleet",
     "FCFS": "//fcfs",
     "EDF": "//edf",
+    "feasible EDF": "//feasible-edf",
+    "SJF": "//sjf",
+    "limit of 8": "//concurrency-8",
     "gate": "//gate",
+    "static shares": "//static",
+    "split": "//split",
 }
 OTHERS = tuple(name for name in ADMISSIONS if name != "SLOMax")
 #: speeds of the reference workload at which FCFS complies for 86% and 67% of offered tokens
-AT_86, AT_67 = 0.74, 1.0
+AT_86, AT_67 = 0.78, 1.0
+#: the fleet delivers what comes at the reference speed (16 requests/s) and no more, late or not
+AT_90, AT_150 = 0.9, 1.5
 #: half of the reference load; the same and one tenant's chats ten times over
 CALM: dict[str, Any] = {"workload": [{"trace": "builtin", "rate_per_s": 8.0}]}
 FLOOD: dict[str, Any] = {
@@ -28,19 +35,69 @@ FLOOD: dict[str, Any] = {
         },
     ]
 }
+#: the same sites with eight times the places and KV per instance and steps of 2,048 tokens, as a whole GPU has
+LARGE_RATE_PER_S = 24.0
+INSTANCES = {
+    "b": ("b-chat-1", "b-chat-2", "b-doc-1"),
+    "c": ("c-chat-1", "c-chat-2", "c-doc-1"),
+    "d": ("d-chat-1",),
+}
+LARGE: dict[str, Any] = {
+    "workload": {"rate_per_s": LARGE_RATE_PER_S},
+    "fleet": {
+        "sites": {
+            site: {
+                "instances": {
+                    name: {
+                        "max_sequences": 64,
+                        "token_budget": 2048,
+                        "kv_tokens": 1_120_000 if "doc" in name else 192_000,
+                    }
+                    for name in names
+                }
+            }
+            for site, names in INSTANCES.items()
+        }
+    },
+}
+ON_LARGE = ("SLOMax", "FCFS", "feasible EDF")
 VICTIMS = ("bank", "devtools", "research", "trial")
+
+
+def told(seed: int, **args: Any) -> Figures:
+    """A simulated run, with how long the refused waited for their answer, and what part of the work batch got."""
+    done = simulate(seed, **args, keep_records=True)
+    found = figures(done)
+    refused = [one for one in done.records if one.outcome == "refused" and one.ended_ms is not None]
+    waits_s = sorted((one.ended_ms - one.sent_ms) / 1000.0 for one in refused if one.ended_ms is not None)
+    if waits_s:
+        found["refusal_p50_s"] = waits_s[len(waits_s) // 2]
+        found["told_at_once"] = sum(wait_s <= 1.0 for wait_s in waits_s) / len(waits_s)
+    else:
+        found["refusal_p50_s"], found["told_at_once"] = 0.0, 1.0
+    served = [one for one in done.records if one.output_tokens]
+    work = sum(one.input_tokens + 2 * one.output_tokens for one in served)
+    batch = sum(one.input_tokens + 2 * one.output_tokens for one in served if one.cls == "batch")
+    offered = sum(one.input_tokens + 2 * one.stated_output_tokens for one in done.records)
+    urgent = sum(one.input_tokens + 2 * one.stated_output_tokens for one in done.records if one.cls == "interactive")
+    found["batch_part"] = batch / work
+    found["interactive_offered"] = urgent / offered
+    return Figures(metrics=found)
 
 
 def _cell(name: str, policy: str, speed: float, overrides: dict[str, Any] | None = None) -> Cell:
     args: dict[str, Any] = {"scenario": "reference", "policy": policy, "speed": speed}
-    return Cell(name=name, run=simulated, args=args if overrides is None else {**args, "overrides": overrides})
+    return Cell(name=name, run=told, args=args if overrides is None else {**args, "overrides": overrides})
 
 
 CELLS = (
-    *(_cell(f"{name} @86%", ADMISSIONS[name], AT_86) for name in ("SLOMax", "FCFS")),
+    *(_cell(f"{name} @86%", policy, AT_86) for name, policy in ADMISSIONS.items()),
     *(_cell(f"{name} @67%", policy, AT_67) for name, policy in ADMISSIONS.items()),
+    _cell("SLOMax @90% of capacity", "tokenfleet", AT_90),
+    *(_cell(f"{name} @150% of capacity", ADMISSIONS[name], AT_150) for name in ("SLOMax", "FCFS", "feasible EDF")),
     _cell("SLOMax, calm", "tokenfleet", 1.0, CALM),
     _cell("SLOMax, flood", "tokenfleet", 1.0, FLOOD),
+    *(_cell(f"{name}, larger instances", ADMISSIONS[name], 1.0, LARGE) for name in ON_LARGE),
 )
 
 FINDINGS = """
@@ -64,11 +121,13 @@ PART = Part(
     question="""
 What does it bring to decide who is let in and who goes next, all else equal? The reference fleet under the built-in
 workload (five classes, five tenants), over offered tokens. Every row has TokenPilot's placement and FleetMind's sites;
-only admission and order differ: first come first served, earliest deadline, a saturation gate (llm-d's utilisation
-detector), SLOMax.
+only admission and order differ: first come first served, earliest deadline (also with what is lost behind the rest),
+shortest first, eight requests per instance, a saturation gate (llm-d's utilisation detector), SLOMax without feedback,
+instances split between classes, SLOMax.
 
-Loads are named by what FCFS without admission control makes of them: 86% and 67% of offered tokens on time. The flood
-is a tenant whose chats come ten times over, at half of the reference load (calm).
+Loads are named by what FCFS without admission control makes of them: 86% and 67% of offered tokens on time. Capacity is
+what the fleet delivers, late or not: the reference speed. The flood is a tenant whose chats come ten times over, at
+half of the reference load (calm). *Larger instances* have eight times the places, 64 of them.
 """,
     cells=CELLS,
     seeds=(1, 2, 3, 4, 5),
@@ -82,8 +141,39 @@ is a tenant whose chats come ten times over, at half of the reference load (calm
                 expect=1,
                 how="absolute",
             )
-            for load, others in (("67%", OTHERS), ("86%", ("FCFS",)))
-            for other in others
+            for load in ("67%", "86%")
+            for other in OTHERS
+        ),
+        *(
+            Compare(
+                name=f"compliance with larger instances, to {other}",
+                metric="compliance",
+                ours="SLOMax, larger instances",
+                theirs=f"{other}, larger instances",
+                expect=1,
+                how="absolute",
+            )
+            for other in ON_LARGE
+            if other != "SLOMax"
+        ),
+        *(
+            Compare(
+                name=f"compliance at 150% of capacity, to {other}",
+                metric="compliance",
+                ours="SLOMax @150% of capacity",
+                theirs=f"{other} @150% of capacity",
+                expect=1,
+                how="absolute",
+            )
+            for other in ("FCFS", "feasible EDF")
+        ),
+        Compare(
+            name="interactive at 150% of capacity, to itself at 90%",
+            metric="class.interactive.compliance",
+            ours="SLOMax @150% of capacity",
+            theirs="SLOMax @90% of capacity",
+            expect=-1,
+            at_least=-0.05,
         ),
         Compare(
             name="compliant output at 67%",
@@ -135,6 +225,24 @@ is a tenant whose chats come ten times over, at half of the reference load (calm
     goals=(
         Goal(name="compliance at 67%", cell="SLOMax @67%", metric="compliance", at_least=0.95),
         Goal(name="compliance at 86%", cell="SLOMax @86%", metric="compliance", at_least=0.98),
+        Goal(
+            name="interactive of what is offered at 150%",
+            cell="SLOMax @150% of capacity",
+            metric="interactive_offered",
+            at_most=0.5,
+        ),
+        Goal(
+            name="batch of the work at 150%: its floor",
+            cell="SLOMax @150% of capacity",
+            metric="batch_part",
+            at_least=0.05,
+        ),
+        Goal(
+            name="refused within a second at 150%",
+            cell="SLOMax @150% of capacity",
+            metric="told_at_once",
+            at_least=0.9,
+        ),
         Goal(name="FCFS at 67%", cell="FCFS @67%", metric="compliance", at_least=0.65),
         Goal(name="FCFS at 67%, from above", cell="FCFS @67%", metric="compliance", at_most=0.69),
         Goal(name="FCFS at 86%", cell="FCFS @86%", metric="compliance", at_least=0.84),
@@ -150,6 +258,8 @@ is a tenant whose chats come ten times over, at half of the reference load (calm
         "goodput_tokens_per_s",
         "output_tokens_per_s",
         ("refused_share", "refused %", 100.0, 1),
+        ("told_at_once", "of these within 1 s %", 100.0, 1),
+        ("batch_part", "batch of the work %", 100.0, 1),
         ("ttft_p50_s", "TTFT p50 s", 1.0, 2),
         ("jain_tenants", "Jain of tenants", 1.0, 3),
     ),

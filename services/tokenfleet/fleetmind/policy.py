@@ -294,8 +294,8 @@ def left_ms(road: Road, now_ms: float) -> float:
 def urgency(road: Road, now_ms: float) -> tuple[int, float, float]:
     """Order in which held requests may move: first those that would be late where they are and are not elsewhere.
 
-    Among them by deadline and a price on their own work, the order in which SLOMax releases them: with the deadline
-    alone an overload that lasts would make everybody late. Who is late anyway goes last, the shortest first.
+    Among them by deadline and a price on their own work (SLOMax gives up what cannot be on time instead): with
+    the deadline alone an overload that lasts would make everybody late. Who is late anyway goes last, shortest first.
     """
     tie = fraction(road.ask.request_id, "move")
     left = road.deadline_ms - now_ms

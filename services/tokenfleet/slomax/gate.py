@@ -25,9 +25,6 @@ from tokenfleet_schemas.request import Ask
 SATURATED_MS = 1_000.0
 #: an optimistic wait over the one that the pool's pace predicts: one in ten is shorter
 OPTIMISTIC = 0.5
-#: an optimistic wait over what was promised, from which on a flood's newcomers are refused. Order may still bring a
-#: small one to the front of a long queue: at 1, three answers in a hundred were lost that would have been on time
-HOPELESS = 4.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -104,9 +101,6 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
     if OPTIMISTIC * wait_ms > ask.patience_ms:
         # It would be refused when its patience ends; said now, its client can go elsewhere.
         return refusal(ask.request_id, reason, wait_ms - ask.patience_ms)
-    if OPTIMISTIC * wait_ms > HOPELESS * promise_ms and all(ask.tenant in pool.greedy for pool in busy):
-        # It wants far more than its part, others are about, and it is not nearly on time: it does not queue as well.
-        return refusal(ask.request_id, reason, wait_ms - promise_ms)
     return Verdict()
 
 

@@ -21,10 +21,7 @@ from tokenfleet.slomax.state import INFINITY, Held, Pool, Room, Tried
 BYPASS_MAX = 4
 #: a release that found too little room is not tried again for the same room within this time
 TRIED_MS = 1_000.0
-#: prefill of 1 ms weighs as much as so many ms of time left: between deadline order (0) and shortest first; from 3 to
-#: 100 the result hardly differs
-OWN_PRICE = 10.0
-#: and so many for 1 ms of GPU-time that its tenant is owed by the others of its class
+#: GPU-time of 1 ms that its tenant is owed by the others of its class weighs as much as so many ms of time left
 CREDIT_PRICE = 3.0
 #: more time left than this is all the same, ms
 SLACK_MAX_MS = 300_000.0
@@ -169,10 +166,9 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
     """Everything that waits in a pool in the order of service, with the reason of its place.
 
     `floor`: its class is owed its floor, or its tenant much of the class, and its deadline would not bring it there.
-    `deadline`: those that can all be on time, by the time that is left to them and a price on their own work, so that
-    of two with about the same time the short one goes first and the most wait least; what its tenant is owed by others
-    of its class is taken off. `spare`: those that cannot, likewise; then what has no deadline; then what is late,
-    shortest first.
+    `deadline`: those that can all be on time, by deadline, as in another order they might not; what its tenant is owed
+    by others of its class is taken off. `spare`: those that cannot, likewise; then what has no deadline; then what is
+    late, shortest first.
     """
     reserve.look(fleet, pool, now_ms)
     timely, late = _queues(pool, now_ms)
@@ -196,7 +192,7 @@ def order(fleet: Fleet, pool: Pool, now_ms: float) -> Iterator[tuple[Held, str]]
         credit_ms = pool.credit.get(fairness.tenant_key(held.service_class, held.tenant), 0.0)
         credit_ms -= min(GREEDY_MS, max(-GREEDY_MS, credit_ms))  # less is the course of things
         left_ms = min(held.deadline_ms - now_ms, SLACK_MAX_MS)
-        return (held.tenant in greedy, left_ms + OWN_PRICE * held.own_ms - CREDIT_PRICE * credit_ms, held.request_id)
+        return (held.tenant in greedy, left_ms - CREDIT_PRICE * credit_ms, held.request_id)
 
     yield from ((held, "deadline") for held in sorted(kept.values(), key=urgency))
 
