@@ -33,7 +33,7 @@ def decode(data: bytes) -> Event:
     """
     try:
         event: Event = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ContractError(str(error)) from None
     return event
 
@@ -52,6 +52,6 @@ def decode_packed(data: bytes) -> Event:
     """msgpack to event; raises `ContractError`."""
     try:
         event: Event = _packed_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ContractError(str(error)) from None
     return event

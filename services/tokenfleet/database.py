@@ -53,6 +53,8 @@ MIGRATION_LOCK = 0x7466_6C65_6574
 #: operator intervention (shutdown, statement time-out); 55P03 is a lock time-out, 25006 a server in recovery
 _TRANSIENT_CLASSES = ("08", "40", "53", "57")
 _TRANSIENT_STATES = ("55P03", "25006")
+#: and those that say that the values are wrong: data exception, integrity violation, program limit exceeded
+_DATA_CLASSES = ("22", "23", "54")
 
 
 class DatabaseError(RuntimeError):
@@ -273,6 +275,13 @@ def is_transient(error: BaseException) -> bool:
     if state:
         return state[:2] in _TRANSIENT_CLASSES or state in _TRANSIENT_STATES
     return isinstance(error, OperationalError | InterfaceError | asyncpg.InterfaceError)
+
+
+def is_datas_fault(error: DBAPIError) -> bool:
+    """Whether Postgres refuses what is written, and not who writes or how: values out of range, broken constraints,
+    rows that are too large. A missing column or privilege is not the data's fault.
+    """
+    return str(getattr(error.orig, "sqlstate", None) or "")[:2] in _DATA_CLASSES
 
 
 def brief(error: BaseException) -> str:

@@ -142,6 +142,14 @@ def test_what_is_no_message_is_a_contract_error(data: bytes) -> None:
         decode_packed(data)
 
 
+def test_a_message_too_deep_to_read_is_a_contract_error() -> None:
+    """One message of a hundred thousand brackets must not end whoever reads the stream, again after every restart."""
+    with pytest.raises(ContractError):
+        decode(b'{"type":"tokenfleet.capacity.v1.probed","x":' + b'{"a":' * 100_000)
+    with pytest.raises(ContractError):
+        decode_packed(b"\x82\xa4type\xbetokenfleet.capacity.v1.probed\xa1x" + b"\x91" * 100_000)
+
+
 def test_no_other_module_spells_a_subject() -> None:
     """A subject typed by hand somewhere misses the next change of the scheme (and its permissions)."""
     allowed = {"routes.py", "streams.py"}

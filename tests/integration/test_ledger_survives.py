@@ -144,7 +144,7 @@ async def equals_oracle(url: str, truth: Iterable[OutcomeFinished]) -> None:
     assert await fetch(url, "SELECT * FROM quarantine") == []
 
 
-async def until(check: Callable[[], Awaitable[bool]], *, timeout_s: float = 30.0, what: str = "it") -> None:
+async def until(check: Callable[[], Awaitable[bool]], *, timeout_s: float = 45.0, what: str = "it") -> None:
     """Poll what cannot be awaited: another process's rows."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
@@ -205,7 +205,7 @@ async def accountant(nats_url: str, postgres_url: str, replica: str) -> AsyncIte
             yield made
         finally:
             made.stopping.set()
-            await asyncio.wait_for(running, 20)
+            await asyncio.wait_for(running, 45)
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ async def test_kill_9_while_it_writes(
         await drained(clean_nats_url, timeout_s=90)
     finally:
         running.terminate()
-        await asyncio.to_thread(running.wait, 20)
+        await asyncio.to_thread(running.wait, 45)
     await equals_oracle(database_url, truth)
 
 
@@ -351,7 +351,7 @@ async def test_a_gateways_outbox_outlives_an_outage_of_the_bus(
     ):
         for event in truth:
             gateway.bus.outbox.put(event)
-        await asyncio.wait_for(gateway.bus.outbox.drained(), 10)
+        await asyncio.wait_for(gateway.bus.outbox.drained(), 45)
         await asyncio.to_thread(nats_server.kill)
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
@@ -362,11 +362,12 @@ async def test_a_gateways_outbox_outlives_an_outage_of_the_bus(
             await asyncio.sleep(0.25)
         assert gateway.bus.outbox.pending > 0
         await asyncio.to_thread(nats_server.start)
-        await asyncio.wait_for(gateway.bus.outbox.drained(), 30)
+        await asyncio.wait_for(gateway.bus.outbox.drained(), 45)
         await drained(nats_server.url)
     await equals_oracle(database_url, truth)
 
 
+@pytest.mark.timeout(300)
 async def test_a_full_stream_loses_no_outcome(nats_server: NatsServer, database_url: str) -> None:
     """B06: the stream of outcomes is full and refuses. The gateway keeps what was refused until there is room again."""
     rng = random.Random(31)
@@ -392,7 +393,7 @@ async def test_a_full_stream_loses_no_outcome(nats_server: NatsServer, database_
         assert 0 < pending < len(truth)
         config.max_bytes = size
         await stream.update_stream(config)
-        await asyncio.wait_for(gateway.bus.outbox.drained(), 30)
+        await asyncio.wait_for(gateway.bus.outbox.drained(), 45)
         await drained(nats_server.url)
     await equals_oracle(database_url, truth)
 

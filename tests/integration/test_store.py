@@ -273,6 +273,34 @@ async def test_two_final_outcomes_of_one_request_are_not_dropped_in_silence(
     done = await store.write(engine, [row("r1", attempt=2)])
     assert (done.inserted, done.quarantined) == (0, 1)
     assert len(await ledger(database_url)) == 1
+    # nor by an operator who has the quarantine taken up again: what cannot go in stays, with the reason
+    again = await store.redrive(engine)
+    assert (again.redriven, again.duplicates) == (0, 0)
+    assert list(again.left.values()) == ["another attempt of this request is final already"]
+    assert await store.quarantined(engine) == 1
+
+
+@pytest.mark.parametrize(
+    ("breaking", "mending"),
+    [
+        ("ALTER TABLE attempts RENAME COLUMN task TO was_task", "ALTER TABLE attempts RENAME COLUMN was_task TO task"),
+        ("ALTER TABLE quarantine RENAME TO was_quarantine", "ALTER TABLE was_quarantine RENAME TO quarantine"),
+    ],
+)
+async def test_a_wrong_schema_is_no_outcomes_fault(
+    engine: AsyncEngine, database_url: str, breaking: str, mending: str
+) -> None:
+    """An operator's hand slipped in the schema, and all outcomes of that hour were called poison. They wait instead."""
+    operator = await asyncpg.connect(database_url)
+    poison = [store.Poison(subject="x", payload=b"{", reason="broken")]
+    await operator.execute(breaking)
+    with pytest.raises(DBAPIError):
+        await store.write(engine, [row("r1"), row("r2")], poison)
+    await operator.execute(mending)
+    await operator.close()
+    assert await store.quarantined(engine) == 0
+    done = await store.write(engine, [row("r1"), row("r2")], poison)
+    assert (done.inserted, done.quarantined) == (2, 1)
 
 
 async def test_strange_names_and_backward_clocks_are_held(engine: AsyncEngine, database_url: str) -> None:

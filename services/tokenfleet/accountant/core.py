@@ -240,6 +240,9 @@ class Accountant:
             self.windows.remove(lost)
             del state.lost[request_id]
             state.counted.pop(f"{lost.attempt}:{request_id}", None)
+        elif event.final and request_id in state.closed and key not in state.counted:
+            # its gateway broke the rule of one final outcome: the ledger has the second one in quarantine
+            return [Note("repeats_ignored", {"kind": "second_final"})]
         if key in state.counted:
             return [Note("repeats_ignored", {"kind": "attempt"})]
         state.counted[key] = now_ms
@@ -254,8 +257,8 @@ class Accountant:
     def _sample(self, event: OutcomeFinished, now_ms: float) -> Sample:
         verdict = judge(event)
         times = event.times
-        ttft_ms = times.ttft_ms if event.final else None
-        tpot_ms = times.tpot_ms if event.final and event.outcome == "completed" else None
+        ttft_ms = _duration(times.ttft_ms) if event.final else None
+        tpot_ms = _duration(times.tpot_ms) if event.final and event.outcome == "completed" else None
         predicted_ttft_ms, predicted_tpot_ms = event.predicted_ttft_ms, event.predicted_tpot_ms
         return Sample(
             at_ms=self._finished_at(event, now_ms),
@@ -265,8 +268,9 @@ class Accountant:
             outcome=event.outcome,
             final=event.final,
             compliant=verdict.compliant,
-            output_tokens=event.output_tokens,
-            wasted_tokens=verdict.wasted_tokens,
+            # what cannot be negative is clamped, as in the ledger's row
+            output_tokens=max(0, event.output_tokens),
+            wasted_tokens=max(0, verdict.wasted_tokens),
             wasted_cause=verdict.wasted_cause,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
@@ -378,6 +382,10 @@ class Accountant:
             "accountant_window_samples": {(): float(len(self.windows))},
             "accountant_in_office": {(): 1.0 if self.term else 0.0},
         }
+
+
+def _duration(value_ms: float | None) -> float | None:
+    return None if value_ms is None else max(0.0, value_ms)
 
 
 def _share(value: float | None) -> float | None:

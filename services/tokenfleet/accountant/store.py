@@ -22,12 +22,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tokenfleet.accountant.policy import OutputMedian, judge
-from tokenfleet.database import attempts, is_transient, quarantine, uncancelled
+from tokenfleet.database import attempts, is_datas_fault, is_transient, quarantine, uncancelled
 from tokenfleet_schemas import codec
 from tokenfleet_schemas.outcome import OutcomeFinished
 
 #: of a quarantined payload; an outcome with the longest digest is below 64 KiB
 PAYLOAD_BYTES_MAX = 256 * 1024
+_SECOND_FINAL = "another attempt of this request is final already"
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -218,8 +219,8 @@ _INSERT = text(
 async def write(engine: AsyncEngine, rows: Sequence[Row], poison: Sequence[Poison] = ()) -> Written:
     """Write a batch in one transaction: all of it or nothing, and to its end even if the caller is cancelled.
 
-    A row that Postgres itself cannot take goes to quarantine, the others are written. Raises what `is_transient`
-    accepts when the same batch should be tried again later.
+    A row whose values Postgres cannot take goes to quarantine, the others are written. Any other trouble (the server is
+    away, a schema or privileges that are not as they should be) is raised: the same batch is to be tried again.
     """
     return await uncancelled(_write(engine, rows, poison))
 
@@ -231,7 +232,7 @@ async def _write(engine: AsyncEngine, rows: Sequence[Row], poison: Sequence[Pois
             done = await _insert(connection, unique)
             done.quarantined += await _quarantine(connection, poison)
     except DBAPIError as error:
-        if is_transient(error):
+        if not is_datas_fault(error):
             raise
         return await _sift(engine, unique, poison, error)
     done.duplicates += len(rows) - len(unique)
@@ -336,7 +337,7 @@ async def _second_finals(connection: AsyncConnection, refused: dict[tuple[str, i
     found = await connection.execute(select(attempts.c.request_id, attempts.c.attempt).where(*_of_requests(refused)))
     there = {tuple(row) for row in found}
     return [
-        Poison(subject="", payload=msgspec.json.encode(row), reason="another attempt of this request is final already")
+        Poison(subject="", payload=msgspec.json.encode(row), reason=_SECOND_FINAL)
         for key, row in refused.items()
         if key not in there
     ]
@@ -417,7 +418,12 @@ async def _redrive_one(engine: AsyncEngine, number: int, done: Redriven, *, dry_
                 done.redriven += 1
                 return
             written = await _insert(connection, [row])
+            if not written.inserted and not written.duplicates:
+                raise LedgerError(_SECOND_FINAL)
             await connection.execute(delete(quarantine).where(quarantine.c.id == number))
+    except LedgerError as error:
+        done.left[str(number)] = str(error)
+        return
     except DBAPIError as error:
         if is_transient(error):
             raise

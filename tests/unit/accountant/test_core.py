@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from tokenfleet.accountant.core import Accountant
+from tokenfleet.accountant.policy import OutputMedian
 from tokenfleet.accountant.settings import AccountantSettings
+from tokenfleet.accountant.store import row_of
 from tokenfleet.effects import Effect, Publish
 from tokenfleet.fleet import parse
 from tokenfleet_schemas.event import Event
@@ -303,6 +305,27 @@ def test_repeats_count_once_whatever_their_order() -> None:
     assert world.offered() == {"offered": 1, "failed": 0, "compliant": 1}
     measured = [e for e in world.said if isinstance(e, GoodputMeasured) and e.window_s == 10]
     assert [(m.repeated, m.output_tokens) for m in measured] == [(1, 20)]
+
+
+def test_a_second_final_outcome_is_not_counted() -> None:
+    """A gateway that breaks the rule of one final outcome: the ledger sets the second aside, and so do the windows."""
+    world = World()
+    world.finish("r1", attempt=1)
+    world.finish("r1", attempt=2)
+    world.finish("r1", attempt=1)
+    world.run_for(2000)
+    assert world.offered() == {"offered": 1, "failed": 0, "compliant": 1}
+
+
+def test_what_cannot_be_negative_is_clamped_as_in_the_ledger() -> None:
+    """O04: a clock or a counter jumped back: the row says zero, and a window that says less would not add up to it."""
+    world = World()
+    event = world.finish("r1", output_tokens=-5, times=Times(ttft_ms=-3.0, tpot_ms=-1.0, e2e_ms=-2.0))
+    world.run_for(2000)
+    (measured,) = [e for e in world.said if isinstance(e, GoodputMeasured) and e.window_s == 60]
+    row = row_of(event, OutputMedian())
+    assert (measured.output_tokens, measured.compliant_tokens) == (row.output_tokens, row.output_tokens) == (0, 0)
+    assert (measured.ttft_ms.p50, measured.tpot_ms.p50) == (row.ttft_ms, row.tpot_ms) == (0.0, 0.0)
 
 
 def test_an_end_before_its_beginning_leaves_no_open_request() -> None:
