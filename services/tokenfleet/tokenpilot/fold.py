@@ -286,7 +286,7 @@ class Folding(Rooms):
             # Dry while somebody waits for prefill room there: not for another instance, nor for KV or sequences.
             waits = booking.instance in pool.bound or pool.held > pool.blocked + sum(pool.bound.values())
             dry = waits and not load.prefill_tokens and self._room(booking.instance, now_ms).any()
-            load.feed(starved=dry, knobs=self.knobs)
+            load.feed(dry, now_ms, self.knobs)
         self._touch(booking.instance)
 
     def _judge(self, message: OutcomeFinished, booked_ms: float, now_ms: float) -> Iterator[Effect]:

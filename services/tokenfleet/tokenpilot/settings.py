@@ -6,14 +6,16 @@ import msgspec
 class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults are what the design says or, where it is silent, what the comment says."""
 
-    #: an engine gets so many prefill chunks of look-ahead: enough to stay busy for one round trip, few to reorder
-    lookahead_budgets: float = 2.0
+    #: an engine gets so many prefill chunks of look-ahead: what makes its next step a full one, as what waits inside
+    #: cannot be reordered
+    lookahead_budgets: float = 1.0
     #: share of the KV capacity that may be booked beyond it: engines admit block by block, as sequences end, which is
     #: finer than bookings know; what waits inside cannot be reordered
     kv_lookahead: float = 0.0
-    #: it adapts in these steps between these limits, down after so many first tokens without running dry
-    lookahead_min: float = 1.0
+    #: it grows in these steps up to so many, by the last so many first tokens: up where running dry costs more than
+    #: this share of the time, down again where it costs less than half of that
     lookahead_max: float = 4.0
+    dry_share: float = 0.03
     lookahead_step: float = 0.25
     lookahead_patience: int = 50
     #: from a first token until the next request is at the engine: less prefill than that is as good as none, ms

@@ -27,6 +27,8 @@ NO_INSTANCE = "instance"
 
 
 INFINITY = float("inf")
+#: first tokens between two changes of the look-ahead, and the longest time between two that says anything of it, ms
+FED_MIN, LONGEST_MS = 5, 10_000.0
 #: sequences that must decode for the KV gauge to say what a booked token occupies, and the least that is believed
 KV_SAMPLES, KV_SCALE_MIN = 4, 0.6
 #: a new incarnation is seen as any other after so many first tokens, or so long, ms
@@ -140,9 +142,13 @@ class Load(msgspec.Struct):
     unstarted: dict[str, int] = {}
     #: since when the engine has computed at that prefill; infinite: nothing is booked
     anchor_ms: float = INFINITY
-    #: look-ahead, token budgets; None: the knob's
-    lookahead_budgets: float | None = None
-    #: first tokens since the engine last ran dry while requests waited
+    #: look-ahead beyond the knob's, prefill chunks
+    lookahead_more: float = 0.0
+    #: time that it lost by running dry while requests waited, and in which, both forgetting, ms; last first token
+    lost_ms: float = 0.0
+    fed_ms: float = 0.0
+    fed_at_ms: float = -INFINITY
+    #: first tokens since the look-ahead was last changed
     fed: int = 0
     #: when this incarnation was first heard of, and first tokens since; None: from the beginning, as all others
     cold_since_ms: float | None = None
@@ -153,20 +159,27 @@ class Load(msgspec.Struct):
 
     def lookahead(self, knobs: Knobs) -> float:
         """Prefill chunks that the engine may have ahead."""
-        return knobs.lookahead_budgets if self.lookahead_budgets is None else self.lookahead_budgets
+        return min(knobs.lookahead_max, knobs.lookahead_budgets + self.lookahead_more)
 
-    def feed(self, starved: bool, knobs: Knobs) -> None:
-        """A first token came: more look-ahead where the engine ran dry while requests waited, less while it never does.
+    def feed(self, starved: bool, now_ms: float, knobs: Knobs) -> None:
+        """A first token came: more look-ahead while running dry costs time, less once it does not.
 
-        Up at once, down slowly: idle time is lost for good, a queue inside the engine only cannot be reordered.
+        An engine that ran dry while requests waited lost what it takes until the next one is there. A little of that is
+        worth it: what waits inside the engine cannot be reordered, and every further chunk of it is waited for by the
+        shortest request too.
         """
-        if starved:
-            self.lookahead_budgets = min(knobs.lookahead_max, self.lookahead(knobs) + knobs.lookahead_step)
-            self.fed = 0
-            return
+        keep = 1.0 - 1.0 / knobs.lookahead_patience
+        self.lost_ms = keep * self.lost_ms + (knobs.feedback_ms if starved else 0.0)
+        self.fed_ms = keep * self.fed_ms + min(LONGEST_MS, now_ms - self.fed_at_ms)
+        self.fed_at_ms = now_ms
         self.fed += 1
-        if self.fed >= knobs.lookahead_patience:
-            self.lookahead_budgets = max(knobs.lookahead_min, self.lookahead(knobs) - knobs.lookahead_step)
+        lost = self.lost_ms / max(self.fed_ms, knobs.feedback_ms)
+        if starved and lost > knobs.dry_share and self.fed >= FED_MIN:
+            most = knobs.lookahead_max - knobs.lookahead_budgets
+            self.lookahead_more = min(most, self.lookahead_more + knobs.lookahead_step)
+            self.fed = 0
+        elif lost < knobs.dry_share / 2.0 and self.fed >= knobs.lookahead_patience:
+            self.lookahead_more = max(0.0, self.lookahead_more - knobs.lookahead_step)
             self.fed = 0
 
     def warmth(self, now_ms: float) -> float:

@@ -11,6 +11,7 @@ from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.fleet import Fleet
 from tokenfleet.tokenpilot.board import Board
 from tokenfleet.tokenpilot.core import TokenPilot
+from tokenfleet.tokenpilot.settings import Knobs
 from tokenfleet.tokenpilot.state import pairs
 from tokenfleet_schemas.event import Event
 from tokenfleet_schemas.lease import GatewayLeased, OpenRequest
@@ -28,6 +29,8 @@ from tokenfleet_schemas.room import RoomOffered
 
 E = TypeVar("E", bound=Event)
 SCOPE = "pool:b:m:1"
+#: rules of holding and releasing are shown with two chunks of look-ahead
+KNOBS = Knobs(lookahead_budgets=2.0)
 
 
 def ask(request_id: str, **changes: Any) -> Ask:
@@ -58,7 +61,7 @@ class Pilot:
         # Rules that hold under any scorer are tested under the one whose numbers can be reckoned by hand.
         limits = {"policy": 'placement = "least-work"', **limits}
         self.fleet = fleet or small_fleet({"b": instances}, **limits)
-        self.core = TokenPilot(self.fleet, "b", replica="p0")
+        self.core = TokenPilot(self.fleet, "b", replica="p0", knobs=KNOBS)
         self.now_ms = START_MS
         self.said: list[Event] = []
         self.notes: list[Note] = []

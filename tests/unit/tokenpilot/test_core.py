@@ -5,7 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 from tests.simulation.harness import small_fleet
-from tests.unit.tokenpilot.driver import SCOPE, Pilot, ask, none_of, only
+from tests.unit.tokenpilot.driver import KNOBS, SCOPE, Pilot, ask, none_of, only
 
 from tokenfleet import prefix
 from tokenfleet.tokenpilot.core import TokenPilot
@@ -880,7 +880,7 @@ def test_a_restored_checkpoint_decides_as_the_original() -> None:
     held(pilot, "h1", input_tokens=2000)
     held(pilot, "h2", input_tokens=2000)
     copy = Pilot(elected=False)
-    copy.core = TokenPilot(pilot.fleet, "b", replica="p0")
+    copy.core = TokenPilot(pilot.fleet, "b", replica="p0", knobs=KNOBS)
     copy.core.restore(pilot.core.snapshot())
     copy.said.clear()
     copy.take_office(2)

@@ -10,7 +10,8 @@ from tests.unit.tokenpilot.driver import Pilot, only
 
 from tokenfleet import prefix
 from tokenfleet.tokenpilot import policy
-from tokenfleet.tokenpilot.state import WARM_TOKENS
+from tokenfleet.tokenpilot.settings import Knobs
+from tokenfleet.tokenpilot.state import WARM_TOKENS, Load
 from tokenfleet_schemas.outcome import Times
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementRequested
 
@@ -240,16 +241,19 @@ def test_a_restarted_instance_is_started_slowly() -> None:
 
 def test_look_ahead_grows_where_the_engine_runs_dry_and_shrinks_again() -> None:
     """A fixed look-ahead was too little for a far gateway and too much for a near one."""
-    p = pilot(1)
-    load, knobs = p.core.state.load("b-0"), p.core.knobs
-    load.feed(starved=True, knobs=knobs)
-    assert load.lookahead(knobs) == knobs.lookahead_budgets + knobs.lookahead_step
-    for _ in range(100):
-        load.feed(starved=True, knobs=knobs)
-    assert load.lookahead(knobs) == knobs.lookahead_max
-    for _ in range(50 * knobs.lookahead_patience):
-        load.feed(starved=False, knobs=knobs)
-    assert load.lookahead(knobs) == knobs.lookahead_min
+    load, knobs, now_ms = Load(), Knobs(), 0.0
+
+    def feed(count: int, every_ms: float, *, starved: bool) -> float:
+        nonlocal now_ms
+        for _ in range(count):
+            now_ms += every_ms
+            load.feed(starved, now_ms, knobs)
+        return load.lookahead(knobs)
+
+    assert feed(100, 2000.0, starved=True) == 1.0, "40 ms lost of 2 s: not worth a queue that nobody can reorder"
+    assert feed(30, 200.0, starved=True) > 1.0, "a fifth of the time is"
+    assert feed(200, 200.0, starved=True) == knobs.lookahead_max
+    assert feed(50 * knobs.lookahead_patience, 200.0, starved=False) == 1.0
 
 
 # --------------------------------------------------------------------------------------------- columns

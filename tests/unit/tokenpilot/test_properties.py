@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.tokenpilot.driver import SCOPE, Pilot, validate
+from tests.unit.tokenpilot.driver import KNOBS, SCOPE, Pilot, validate
 
 from tokenfleet.tokenpilot.core import TokenPilot
 from tokenfleet_schemas.event import Event
@@ -148,7 +148,7 @@ def test_a_checkpoint_anywhere_changes_nothing(steps: list[tuple[str, str, int, 
     for one in steps[:at]:
         chaos.step(*one)
     data = chaos.pilot.core.snapshot()
-    copy = TokenPilot(chaos.pilot.fleet, "b", replica="p0")
+    copy = TokenPilot(chaos.pilot.fleet, "b", replica="p0", knobs=KNOBS)
     copy.restore(data)
     validate(copy)
     assert copy.state == chaos.pilot.core.state
