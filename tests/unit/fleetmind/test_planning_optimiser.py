@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tokenfleet.fleetmind.planning import warmpool
-from tokenfleet.fleetmind.planning.optimiser import Need, PlanningError, Pool, solve
+from tokenfleet.fleetmind.planning import optimiser, warmpool
+from tokenfleet.fleetmind.planning.optimiser import Need, PlanningError, Pool, Solution, solve
 from tokenfleet.fleetmind.planning.planner import Plan, PoolFacts, Rules, Stream, decide
 from tokenfleet.fleetmind.planning.work import Curve, Demand, Engine, speed
 
@@ -93,6 +93,66 @@ class TestOptimiser:
             assert set(found.flows[one.name]) <= set(one.sites)
             assert sum(found.flows[one.name].values()) + found.unserved[one.name] == pytest.approx(one.work, abs=1e-5)
         assert found == solve(list(reversed(pools)), list(reversed(needs)), gpus)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_rounding_keeps_the_limits_and_comes_near_the_best(
+        self, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """At many pools nobody waits for the best plan: what is rounded instead is allowed, and not much dearer."""
+        dice = random.Random(seed)
+        sites, models = [f"s{n}" for n in range(5)], ["m", "n", "o"]
+        pools = [
+            pool(site, model, gpus=dice.choice((1, 2, 4)), most=dice.randint(0, 6), now=dice.randint(0, 3),
+                 capacity=dice.choice((0.7, 0.9, 1.3)), start=dice.random())
+            for site in sites for model in models
+        ]  # fmt: skip
+        costs = {site: dice.random() for site in sites}
+        needs = [need(f"d{n}", dice.random() * 3, costs, dice.choice(models)) for n in range(12)]
+        gpus = {site: dice.randint(2, 12) for site in sites}
+        best = solve(pools, needs, gpus)
+        monkeypatch.setattr(optimiser, "POOLS_WHOLE", 0)
+        found = solve(pools, needs, gpus)
+        assert found == solve(list(reversed(pools)), list(reversed(needs)), gpus)
+        for site in sites:
+            assert sum(found.replicas[p.key] * p.gpus for p in pools if p.site == site) <= gpus[site]
+        for one in pools:
+            assert found.replicas[one.key] <= one.most
+            assert found.load[one.key] <= found.replicas[one.key] * one.capacity + 1e-6
+        for wish in needs:
+            served = sum(found.flows[wish.name].values())
+            assert served + found.unserved[wish.name] == pytest.approx(wish.work, abs=1e-4)
+        # at most a replica's worth more is left over than in the best plan
+        assert sum(found.unserved.values()) <= sum(best.unserved.values()) + 1.3
+        if sum(found.unserved.values()) <= sum(best.unserved.values()) + 1e-6:
+            assert cost_of(found, pools, needs) <= 1.1 * cost_of(best, pools, needs) + 1e-6
+
+    def test_fifty_sites_and_ten_models_have_a_good_plan(self) -> None:
+        """The search ended by its time, and left work unserved that there were GPUs for; how much, the machine said."""
+        dice = random.Random(1)
+        sites = [f"s{n}" for n in range(50)]
+        models = [f"m{n}" for n in range(10)]
+        pools = [
+            pool(site, model, now=dice.randint(0, 3), capacity=0.95)
+            for site in sites for model in models if dice.random() < 0.6
+        ]  # fmt: skip
+        needs = []
+        for entry in sites[:10]:
+            far = {site: 0.1 * dice.random() for site in sites}
+            needs += [need(f"{entry} {m} {n}", 2 * dice.random(), far, m) for m in models for n in range(3)]
+        found = solve(pools, needs, dict.fromkeys(sites, 8))
+        work = sum(one.work for one in needs)
+        assert sum(found.unserved.values()) < 1e-3
+        # a tenth of a replica per pool at most is lost to whole numbers
+        assert sum(found.replicas.values()) <= work / 0.95 + 0.1 * len(pools)
+
+
+def cost_of(found: Solution, pools: list[Pool], needs: list[Need]) -> float:
+    """What the optimiser minimises, without what is unserved."""
+    running = sum(p.gpus * p.price * found.replicas[p.key] for p in pools)
+    starts = sum(p.start * max(0, found.replicas[p.key] - p.now) for p in pools)
+    return (
+        running + starts + sum(one.sites[site] * work for one in needs for site, work in found.flows[one.name].items())
+    )
 
 
 class TestWarmPool:
