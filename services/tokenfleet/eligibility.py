@@ -87,7 +87,9 @@ class CapacityView(msgspec.Struct, dict=True):
         self._kinds: dict[str, list[_Kind]] = {}
 
     def fold(self, report: CapacityReported, now_ms: float) -> bool:
-        """Take a report in; False for a redelivery, which must not make an old sample fresh again."""
+        """Take a report in; False for one of nobody, and for a redelivery, which makes no old sample fresh again."""
+        if not report.instance:
+            return False
         instances = self.sites.setdefault(report.site, {})
         known = instances.get(report.instance)
         if known is not None and known.report.id == report.id:

@@ -578,6 +578,10 @@ class FleetMind:
             self._expire(request_id, now_ms)
 
     def _reported(self, message: CapacityReported, now_ms: float) -> None:
+        if not message.instance:
+            labels = {"site": message.site, "reason": "no_instance_name"}
+            self._out.append(Note("capacity_rejected", labels, {"id": message.id}, level="error"))
+            return
         known = self.state.capacity.instances(message.site)
         before = known.get(message.instance)
         if before is not None and before.report.incarnation != message.incarnation and len(known) == 1:

@@ -32,6 +32,8 @@ from tokenfleet_schemas.reservation import ReservationOwned
 
 #: a plan that is not reality after so many cold starts is overdue
 OVERDUE = 2.0
+#: what plans are made of is looked through so often for what is missing, ms
+STALE_MS = 2_000.0
 #: a solver that has not answered after so many rounds is given up
 SOLVING_MAX = 5
 #: reasons of refusals that are demand all the same: the fleet was full, or the model slept
@@ -121,6 +123,9 @@ class LongCycle:
         self.promises = Promises(replica, offices)
         self._state = PlanState(promises=self.promises.state)
         self._number = 0
+        #: pool → declared replicas of which nobody has said anything for a while
+        self._stale: dict[PoolKey, int] = {}
+        self._stale_ms = 0.0
         self._solving = False
         self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._allowed_of: Fleet | None = None
@@ -139,6 +144,9 @@ class LongCycle:
 
     def hear(self, fleet: Fleet, capacity: CapacityView, message: Event, now_ms: float) -> Iterator[Effect]:
         """Fold one event; `capacity` is FleetMind's own view."""
+        if fleet.planning.mode == "on" and now_ms >= self._stale_ms:
+            self._stale_ms = now_ms + STALE_MS
+            yield from self._inputs(fleet, capacity, now_ms)
         if isinstance(message, AdmissionDecided):
             self._decided(fleet, message, now_ms)
         elif isinstance(message, OutcomeFinished):
@@ -185,6 +193,9 @@ class LongCycle:
         self._solving = True
         self._number += 1
         yield from self._look(fleet, capacity, now_ms)
+        for site, model, version in _unmeasured(fleet):
+            detail = {"version": version, "reason": "gpus_unknown"}
+            yield Note("plan_refused", {"site": site, "model": model}, detail, level="error")
         yield self._problem(fleet, capacity, now_ms)
 
     def gauges(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -208,6 +219,10 @@ class LongCycle:
             "plan_target_replicas": targets,
             "plan_missing_replicas": missing,
             "plan_failed_replicas": failed,
+            "plan_stale_replicas": {
+                (("site", site), ("model", model), ("version", version)): float(count)
+                for (site, model, version), count in self._stale.items()
+            },
             "plan_unserved_replicas": {(): float(sum(self.state.unserved.values()))},
             "reservation_gpus": given,
         }
@@ -267,6 +282,18 @@ class LongCycle:
 
     def _every_ms(self, fleet: Fleet) -> float:
         return 1000.0 * fleet.planning.every_s / fleet.planning.time_scale
+
+    def _inputs(self, fleet: Fleet, capacity: CapacityView, now_ms: float) -> Iterator[Effect]:
+        """Say of which replicas nobody says anything: a plan that holds still for that must not look like a choice."""
+        for site in fleet.sites:
+            for (model, version), names in fleet.pools(site).items():
+                heards = [capacity.instances(site).get(name) for name in names]
+                stale = sum(heard is None or now_ms - heard.heard_ms > FRESH_MS for heard in heards)
+                key = (site, model, version)
+                if stale > self._stale.get(key, 0):
+                    labels = {"site": site, "model": model}
+                    yield Note("plan_stale_inputs", labels, {"version": version, "replicas": str(stale)}, "warning")
+                self._stale[key] = stale
 
     def _problem(self, fleet: Fleet, capacity: CapacityView, now_ms: float) -> MakePlan:
         plan, now_s = fleet.planning, now_ms / 1000.0
@@ -374,7 +401,8 @@ class LongCycle:
             prefill_tokens_per_s=min((limit[2] for limit in limits), default=first[2]),
             objective_ms=min((c.tpot_ms for c in fleet.classes.values() if c.tpot_ms is not None), default=100.0),
         )
-        fixed = fleet.sites[site].actuator is None
+        # of a pool whose size in GPUs nobody says no replica is started for a guess, and none stopped
+        fixed = fleet.sites[site].actuator is None or key in _unmeasured(fleet)
         facts = PoolFacts(
             site=site,
             model=model,
@@ -411,7 +439,7 @@ class LongCycle:
         wanted = [
             one for one in self.promises.state.book.within(now_ms, lead_ms) if (one.site, one.model) == (site, model)
         ]
-        return sum(one.gpu_seconds_per_s for one in wanted) / gpus
+        return sum(one.gpu_seconds_per_s for one in wanted) / gpus if gpus else 0.0
 
     def _made(self, fleet: Fleet, capacity: CapacityView, made: PlanMade, now_ms: float) -> Iterator[Effect]:
         """The solver answered: publish what changed of it."""
@@ -432,7 +460,7 @@ class LongCycle:
         by_model: dict[tuple[str, str], list[tuple[str, Planned]]] = {}
         for key, planned in made.targets.items():
             site, model, version = key.split(" ")
-            if fleet.sites[site].actuator is not None:
+            if fleet.sites[site].actuator is not None and (site, model, version) not in _unmeasured(fleet):
                 by_model.setdefault((site, model), []).append((version, planned))
         for (site, model), versions in sorted(by_model.items()):
             targets = tuple(
@@ -495,6 +523,17 @@ class LongCycle:
                     self.state.short_ms[key] = now_ms
                     detail = {"planned": str(target.replicas), "ready": str(ready), "version": target.version}
                     yield Note("plan_overdue", {"site": site, "model": model}, detail, level="error")
+
+
+def _unmeasured(fleet: Fleet) -> list[PoolKey]:
+    """Pools with a replica of which the fleet file says that its GPUs are unknown (`gpus = 0`)."""
+    return [
+        (site, *pool)
+        for site, declared in fleet.sites.items()
+        if declared.actuator is not None
+        for pool, names in fleet.pools(site).items()
+        if any(declared.instances[name].gpus < 1 for name in names)
+    ]
 
 
 def _counts(targets: tuple[Target, ...]) -> dict[str, int]:

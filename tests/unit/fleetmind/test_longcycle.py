@@ -163,6 +163,38 @@ class TestPlans:
         assert bench.targets()["b", "1"] == 4
         assert bench.targets()["c", "1"] == 0
 
+    def test_a_report_of_nobody_is_rejected_and_silence_is_told(self) -> None:
+        """F08: restored workers reported an empty id, the planner discarded all of it and held still without a word."""
+        bench = PlanBench(planned_fleet())
+        bench.report("b-0", "b-1", "b-2", "b-3", running=2)
+        bench.run(4_000.0, lease=[], reports=False)
+        assert bench.core.gauges()["plan_stale_replicas"][("site", "b"), ("model", "m"), ("version", "1")] == 0
+        assert bench.core.gauges()["plan_stale_replicas"][("site", "c"), ("model", "m"), ("version", "1")] == 4
+        for _ in range(12):
+            bench.report("b-0", instance="", running=2)
+            bench.run(1_000.0, lease=[], reports=False)
+        rejected = [note for note in bench.notes if note.name == "capacity_rejected"]
+        assert (len(rejected), {note.level for note in rejected}) == (12, {"error"})
+        assert rejected[0].labels == {"site": "b", "reason": "no_instance_name"}
+        assert bench.core.gauges()["plan_stale_replicas"][("site", "b"), ("model", "m"), ("version", "1")] == 4
+        told = [note.labels for note in bench.notes if note.name == "plan_stale_inputs"]
+        assert told == [{"site": "b", "model": "m"}, {"site": "c", "model": "m"}, {"site": "b", "model": "m"}]
+        assert "" not in bench.core.state.capacity.instances("b")
+
+    def test_an_unknown_number_of_gpus_is_refused_not_guessed(self) -> None:
+        """F08: where nobody says how many GPUs a replica takes, a number was made up and planned with."""
+        fleet = planned_fleet()
+        for name, one in fleet.sites["b"].instances.items():
+            fleet.sites["b"].instances[name] = msgspec.structs.replace(one, gpus=0)
+        bench = PlanBench(fleet)
+        bench.traffic(20.0, 130, ready=("b-0",))
+        assert {one.site for one in bench.of(PlanIssued)} == {"c"}
+        refused = [note for note in bench.notes if note.name == "plan_refused"]
+        assert refused
+        assert {(note.labels["site"], note.detail["reason"], note.level) for note in refused} == {
+            ("b", "gpus_unknown", "error")
+        }
+
     def test_a_plan_that_does_not_become_real_is_said_once_per_time_limit(self) -> None:
         """The agent says nothing and nothing starts: an alert, not silence."""
         bench = PlanBench(planned_fleet())

@@ -116,6 +116,20 @@ def test_an_empty_sample_alone_stops_nothing() -> None:
     assert site.acts == []
 
 
+def test_twenty_streams_end_by_themselves() -> None:
+    """F08: a scale-down broke what was in flight five seconds after its signal. All of it ends; then it stops."""
+    site = Site("b-0")
+    site.open["b-0"] = 20
+    site.sample()
+    site.plan(0)
+    for left in range(19, -1, -1):
+        site.run(10)
+        assert site.acts == []
+        site.open["b-0"] = left
+    site.run(3)
+    assert site.acts == [Act("b-0", "stop")]
+
+
 def test_a_drain_has_an_end() -> None:
     """One answer of an hour must not keep a GPU from another model."""
     site = Site("b-0")
