@@ -258,7 +258,7 @@ class Board:
             decoders,
             kv_tokens + foreign_kv,
             max(0.0, kv_most - kv_tokens - foreign_kv),
-            min(max(sequences_max - load.sequences - foreign, 0.0), cap),
+            min(max(load.places(sequences_max) - load.sequences - foreign, 0.0), cap),
             step_room,
             kv_read,
             step_cost_ms,

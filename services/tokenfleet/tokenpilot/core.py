@@ -181,6 +181,7 @@ class TokenPilot(Folding):
             "booked_decoding": {},
             "breaker_open": {},
             "lookahead_budgets": {},
+            "paced_sequences": {},
             "prediction_error": {},
             "prefix_exact": {},
             "prefix_trust": {},
@@ -192,6 +193,8 @@ class TokenPilot(Folding):
             found["booked_kv_tokens"][here] = float(load.kv_tokens)
             found["booked_decoding"][here] = float(load.decoding)
             found["lookahead_budgets"][here] = load.lookahead(self.knobs)
+            if load.paced is not None:
+                found["paced_sequences"][here] = float(int(load.paced))
             found["prefix_exact"][here] = float(self.exact.is_exact(name))
             found["prefix_trust"][here] = self.exact.trust(name)
             if name in self.state.models:

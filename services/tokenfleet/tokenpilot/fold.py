@@ -6,7 +6,8 @@ Decides which messages count (late, repeated and void ones do not) and passes on
 from collections.abc import Iterator
 
 from tokenfleet.effects import Effect, Note
-from tokenfleet.tokenpilot.desk import FORGET_MS
+from tokenfleet.tokenpilot import policy
+from tokenfleet.tokenpilot.desk import FORGET_MS, INFINITY
 from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
 from tokenfleet.tokenpilot.rooms import Rooms
 from tokenfleet.tokenpilot.state import Booking, Forecast, Waiting
@@ -29,6 +30,8 @@ from tokenfleet_schemas.room import RoomDeclined
 
 #: outcomes below which an instance is taken for what equal ones have been found to be
 FEW = 20
+#: the sequences that keep the promised pace are reckoned anew after this, ms
+PACED_MS = 1_000.0
 
 
 class Folding(Rooms):
@@ -62,6 +65,7 @@ class Folding(Rooms):
         waiting = pool.waiting.get(ask.request_id)
         if waiting is None:
             waiting = pool.waiting[ask.request_id] = Waiting(message, now_ms)
+            pool.promised.hear(ask.tpot_ms, policy.expected_tokens(ask, self._expected_tokens(ask)))
             self.state.presence.open(ask.request_id, ask.gateway, ask.gateway_incarnation, now_ms)
         else:
             known = waiting.request
@@ -310,6 +314,7 @@ class Folding(Rooms):
             load.first_tokens += 1
         if booking.forecast is not None and booking.instance == message.instance:
             yield from self._learn_pace(message, booking.forecast)
+            self._learn_tempo(message, booking, booking.forecast, now_ms)
 
     def _learn_pace(self, message: OutcomeFinished, forecast: Forecast) -> Iterator[Effect]:
         """What was predicted, against what came: only whole answers of the incarnation that it was predicted for."""
@@ -341,6 +346,28 @@ class Folding(Rooms):
         paced = times.tpot_ms is not None and message.output_tokens > 1
         if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
             yield Note("prediction_drift", {"instance": message.instance}, level="warning")
+
+    def _learn_tempo(self, message: OutcomeFinished, booking: Booking, forecast: Forecast, now_ms: float) -> None:
+        """How many sequences keep the pace that is promised there."""
+        heard = self.state.view.instances(self.site).get(message.instance)
+        pool, tpot_ms = self._pool(message.model, message.version), message.times.tpot_ms
+        if heard is None or pool is None or not tpot_ms or message.output_tokens < 2:
+            return
+        load, prior = self.state.load(message.instance), self._model(message.instance, heard).tpot.prior
+        beside = 0.5 * (forecast.tpot_features[1] + 1.0 + load.decoding + load.foreign_sequences)
+        kv_tokens = float(message.input_tokens + message.output_tokens)
+        work = booking.work
+        load.tempo.learn(prior, beside, work.prefill_tokens, message.output_tokens, kv_tokens, tpot_ms)
+        if message.service_class in self.fleet.classes:
+            promised_ms = self.fleet.objectives(message.tenant, message.service_class).tpot_ms
+            load.tempo.judge(tpot_ms, promised_ms, message.output_tokens)
+        if not self._reckons:
+            load.paced = None  # a baseline that weighs declared rates only is left what it had
+        elif now_ms - load.paced_ms >= PACED_MS:
+            load.paced_ms = now_ms
+            most = float(heard.report.max_sequences or self.knobs.unknown_kv_sequences)
+            kv_total = float(heard.report.kv_tokens_total or INFINITY)
+            load.paced = load.tempo.limit(load.paced, prior, pool.promised, most, kv_total)
 
     def _novices(self, key: str) -> dict[str, Model]:
         """The model version's instances that have learned from few requests: in a large pool soon none of hundreds."""

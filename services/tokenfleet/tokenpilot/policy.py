@@ -453,7 +453,7 @@ def room_of(
         total = declared.kv_tokens
     if total is None:
         sequences_max = min(sequences_max, knobs.unknown_kv_sequences)
-    sequences = max(0, sequences_max - load.sequences - load.foreign_sequences)
+    sequences = max(0, int(load.places(sequences_max)) - load.sequences - load.foreign_sequences)
     state = load.breaker.state(now_ms, knobs)
     if state != "closed":
         sequences = min(sequences, 1) if state == "half_open" and not load.breaker.trial else 0

@@ -17,6 +17,7 @@ from tokenfleet.tokenpilot.lanes import Sizes
 from tokenfleet.tokenpilot.lengths import LengthBook
 from tokenfleet.tokenpilot.predictor import Margin, Model, Residual
 from tokenfleet.tokenpilot.settings import Knobs
+from tokenfleet.tokenpilot.tempo import Promised, Tempo
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.placement import PlacementAssigned, PlacementHeld, PlacementRequested, Work
 
@@ -155,7 +156,15 @@ class Load(msgspec.Struct):
     first_tokens: int = 0
     #: last booking made here
     booked_ms: float = 0.0
+    #: what it has shown of its pace, and the sequences at once by which most of what was promised is kept
+    tempo: Tempo = msgspec.field(default_factory=Tempo)
+    paced: float | None = None
+    paced_ms: float = 0.0
     breaker: Breaker = msgspec.field(default_factory=Breaker)
+
+    def places(self, sequences_max: float) -> float:
+        """Sequences at once, of so many that the engine takes."""
+        return sequences_max if self.paced is None else min(sequences_max, float(int(self.paced)))
 
     def lookahead(self, knobs: Knobs) -> float:
         """Prefill chunks that the engine may have ahead."""
@@ -257,6 +266,8 @@ class Pool(msgspec.Struct):
     turn: int = 0
     #: prefills that were sent to its instances lately
     sizes: Sizes = msgspec.field(default_factory=Sizes)
+    #: and what was asked of it, by the promised pace
+    promised: Promised = msgspec.field(default_factory=Promised)
 
     def hold(self, waiting: Waiting, held: PlacementHeld | None) -> None:
         """Set or clear the answer `held` of a waiting request."""
