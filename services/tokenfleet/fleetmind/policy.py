@@ -40,8 +40,9 @@ MARGIN_QUEUED = 0.5
 SAFETY = 0.25
 #: price of time by which the first token is late where another site would be in time (as TokenPilot's)
 LATE_PRICE = 5.0
-#: a conversation belongs where this part of its prompt more is cached than at home
-ANCHOR_PART = 0.3
+#: a conversation belongs where this part of its prompt more is cached than at home: where its last turn was. With a
+#: larger part a conversation that was diverted for a turn went back with the next one, and away again
+ANCHOR_PART = 0.05
 #: costs closer than this share are alike
 ALIKE = 0.1
 #: price of own prefill against time left in the order of moves (3 to 10 give nearly the same), and the most time left

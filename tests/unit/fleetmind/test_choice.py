@@ -9,6 +9,7 @@ from tests.simulation.harness import small_fleet
 from tests.simulation.messages import Bench, admitted, assigned, finished, held, make_ask, requested
 
 from tokenfleet import fleet as fleets
+from tokenfleet import prefix
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind import costs, policy
 from tokenfleet.fleetmind.core import FleetMind
@@ -362,6 +363,23 @@ def test_what_is_ahead_is_computed_at_a_pools_rate_and_gone_with_who_brought_it(
     assert load.backlog(bench.now_ms) == 6_000
     bench.feed(finished(two, "failed_midstream", instance="b-0"))
     assert load.backlog(bench.now_ms) == 0
+
+
+def test_a_conversation_stays_where_its_last_turn_was() -> None:
+    """Diverted for one turn, it went back with the next, though the end of what it had said was cached elsewhere."""
+    bench = bench_of(small_fleet())
+
+    def turn(chunks: int) -> dict[str, Any]:
+        digests = bytes(n % 251 for n in range(8 * chunks))
+        return {"input_tokens": 64 * chunks, "prefix": prefix.pack(digests)[0], "prefix_stride": 1}
+
+    bench.core.caches.sent(("b", "m", "1"), make_ask(**turn(30)), 200_000)
+    bench.core.caches.sent(("c", "m", "1"), make_ask(**turn(30)), 200_000)
+    assert ask(bench, "both know the beginning", **turn(33)).site == "b"
+    bench.core.caches.sent(("c", "m", "1"), make_ask(**turn(33)), 200_000)
+    assert ask(bench, "its last turn was at c", **turn(36)).site == "c"
+    fill(bench, "c", 60)
+    assert ask(bench, "c is full", **turn(36)).site == "b"
 
 
 def test_rescued_requests_move_before_those_that_can_wait() -> None:
