@@ -161,6 +161,8 @@ class Instance(Table, frozen=True, kw_only=True):
     profile: str = ""
     #: emulator only: its admin port (faults on command); 0 picks a free one
     admin_port: int = 0
+    #: emulator only: adapters that it has loaded; a real engine says so itself
+    adapters: tuple[str, ...] = ()
     #: from the beginning of its start until it serves, s; 0: as the profile says, else `planning.cold_start_s`
     cold_start_s: float = 0.0
 
@@ -194,6 +196,8 @@ class Model(Table, frozen=True, kw_only=True):
     tokenizer: str = "engine"
     #: `chatml` or a path to a jinja chat template
     chat_template: str = "chatml"
+    #: LoRA adapters of it that clients may ask for by their own names; served where an engine says that it has them
+    adapters: tuple[str, ...] = ()
 
 
 class ServiceClass(Table, frozen=True, kw_only=True):
@@ -308,6 +312,17 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if at and name in self.models and version in self.models[name].versions:
             return name, version
         return None
+
+    def resolve(self, asked: str) -> tuple[str, str, str] | None:
+        """`resolve_model`, or an adapter by its name → (model, exact version, adapter); None if unknown.
+
+        An adapter belongs to its model's default version: what it was trained on.
+        """
+        found = self.resolve_model(asked)
+        if found is not None:
+            return (*found, "")
+        name = next((name for name, model in self.models.items() if asked in model.adapters), None)
+        return None if name is None else (name, self.models[name].default_version, asked)
 
     def pools(self, site: str) -> dict[tuple[str, str], list[str]]:
         """(model, version) → declared instance names at a site, in name order."""
@@ -425,6 +440,10 @@ def _check(raw: _File) -> Fleet:
                 findings.append(f"{at}: unknown model {instance.model!r}")
             elif instance.version not in declared.versions:
                 findings.append(f"{at}: {instance.model!r} has no version {instance.version!r}")
+            else:
+                for adapter in instance.adapters:
+                    expect(adapter in declared.adapters, f"{at}.adapters: {instance.model!r} declares no {adapter!r}")
+    adapters: dict[str, str] = {}
     for name, entry in raw.models.items():
         expect("@" not in name, f"models.{name}: '@' separates model and version")
         expect(
@@ -432,6 +451,12 @@ def _check(raw: _File) -> Fleet:
             f"models.{name}.default_version is not one of its versions",
         )
         expect(entry.max_model_len > 0, f"models.{name}.max_model_len must be positive")
+        for adapter in entry.adapters:
+            usable = bool(NAME_PATTERN.match(adapter)) and "@" not in adapter
+            expect(usable, f"models.{name}.adapters: {adapter!r} is not a usable name")
+            expect(adapter not in raw.models, f"models.{name}.adapters: {adapter!r} is a model")
+            first = adapters.setdefault(adapter, name)
+            expect(first == name, f"models.{name}.adapters: {adapter!r} is one of {first!r}")
         tokens = {slug(v) for v in entry.versions}
         expect(len(tokens) == len(entry.versions), f"models.{name}: versions share a subject token")
     expect(bool(raw.classes), "classes: at least one is needed")

@@ -227,7 +227,8 @@ class EngineApi:
         instance = self._instance
         declared = instance.declared
         created = int(instance.started_unix_s)
-        return _answer(wire.models_page(declared.model, declared.version, instance.max_model_len, created))
+        limit = instance.max_model_len
+        return _answer(wire.models_page(declared.model, declared.version, limit, created, declared.adapters))
 
     async def _tokenize(self, request: web.BaseRequest) -> web.StreamResponse:
         instance = self._instance
@@ -237,6 +238,7 @@ class EngineApi:
                 request.headers.get("Content-Type", ""),
                 body,
                 model=instance.declared.model,
+                adapters=instance.declared.adapters,
                 max_model_len=instance.max_model_len,
             )
         except wire.ApiError as error:
@@ -267,6 +269,7 @@ class EngineApi:
                 request.headers.get("Content-Type", ""),
                 body,
                 model=instance.declared.model,
+                adapters=instance.declared.adapters,
                 max_model_len=instance.max_model_len,
                 settings=instance.settings,
             )
@@ -283,7 +286,7 @@ class EngineApi:
             writer = wire.Writer(
                 call,
                 id=request_id,
-                model=instance.declared.model,
+                model=call.adapter or instance.declared.model,
                 created=int(time.time()),
                 text=job.text,
                 settings=instance.settings,

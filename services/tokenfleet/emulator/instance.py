@@ -153,7 +153,9 @@ class EmulatedInstance:
         self._numbers += 1
         job.number = self._numbers
         # The answer's blocks are known beforehand, so that a chat's next turn finds them.
-        hashes = block_hashes(call.prompt + text.encode(), self.profile.block_tokens, call.salt)
+        # What an adapter has computed is other KV than its model's.
+        salt = call.salt + b"\0" + call.adapter.encode() if call.adapter else call.salt
+        hashes = block_hashes(call.prompt + text.encode(), self.profile.block_tokens, salt)
         job.engine = self.engine
         job.sequence = self.engine.submit(
             str(job.number),

@@ -130,9 +130,11 @@ class Publisher:
     def _stored(self, seq: Sequence, first: int, last: int) -> dict[str, Any]:
         call, text, size = seq.owner.call, seq.owner.text, self._block_tokens
         data = call.prompt if last * size <= len(call.prompt) else call.prompt + text.encode()
-        extra: list[list[str] | None] = [None] * (last - first)
+        # As vLLM: the adapter's name with every block, the salt with a prompt's first.
+        named = [call.adapter] if call.adapter else []
+        extra: list[list[str] | None] = [[*named] or None for _ in range(last - first)]
         if first == 0 and call.salt:
-            extra[0] = [call.salt.decode()]
+            extra[0] = [*named, call.salt.decode()]
         names = seq.hashes
         return {
             "type": "BlockStored",
@@ -140,9 +142,9 @@ class Publisher:
             "parent_block_hash": _number(names[first - 1]) if first else None,
             "token_ids": list(data[first * size : last * size].translate(_IDS)),
             "block_size": size,
-            "lora_id": None,
+            "lora_id": 1 if call.adapter else None,
             "medium": "GPU",
-            "lora_name": None,
+            "lora_name": call.adapter or None,
             "extra_keys": extra,
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",

@@ -140,6 +140,8 @@ class Call(msgspec.Struct, kw_only=True):
     continuous_usage: bool
     salt: bytes
     priority: int
+    #: LoRA adapter that computes it; empty: the model alone
+    adapter: str = ""
 
 
 def decode_json(content_type: str, body: bytes, shape: type[Any]) -> Any:
@@ -171,9 +173,9 @@ def _malformed(body: bytes) -> ApiError:
     return ApiError(400, "There was an error parsing the body", "Bad Request")
 
 
-def check_model(asked: str | None, served: str) -> None:
-    """Raise the engine's 404 for a model it does not serve; none asked means the one it serves."""
-    if asked is not None and asked != served:
+def check_model(asked: str | None, served: str, adapters: tuple[str, ...] = ()) -> None:
+    """Raise the engine's 404 for what it serves neither as model nor as adapter; none asked means its model."""
+    if asked is not None and asked != served and asked not in adapters:
         message = f"The model `{asked}` does not exist. Valid aliases: {served}."
         raise ApiError(404, message, "NotFoundError", "model")
 
@@ -208,11 +210,18 @@ def _prompt(prompt: str | list[int | str]) -> bytes:
 
 
 def parse_call(
-    kind: Kind, content_type: str, body: bytes, *, model: str, max_model_len: int, settings: EmulatorSettings
+    kind: Kind,
+    content_type: str,
+    body: bytes,
+    *,
+    model: str,
+    max_model_len: int,
+    settings: EmulatorSettings,
+    adapters: tuple[str, ...] = (),
 ) -> Call:
     """What a generation request asks for. Raises `ApiError`: bad JSON or shape, unknown model, impossible lengths."""
     asked: ChatBody | CompletionBody = decode_json(content_type, body, ChatBody if kind == "chat" else CompletionBody)
-    check_model(asked.model, model)
+    check_model(asked.model, model, adapters)
     if isinstance(asked, ChatBody):
         limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     else:
@@ -259,6 +268,7 @@ def parse_call(
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         salt=_utf8(asked.cache_salt or ""),
         priority=asked.priority or 0,
+        adapter=asked.model if asked.model is not None and asked.model != model else "",
     )
 
 
@@ -418,8 +428,8 @@ def _quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def models_page(model: str, version: str, max_model_len: int, created: int) -> bytes:
-    """GET /v1/models: the one model, its exact version in `root`."""
+def models_page(model: str, version: str, max_model_len: int, created: int, adapters: tuple[str, ...] = ()) -> bytes:
+    """GET /v1/models: the one model, its exact version in `root`, and its adapters, whose `parent` it is."""
     permission: Mapping[str, Any] = {
         "id": f"modelperm-{_digest(model.encode(), b'tf-perm'):016x}",
         "object": "model_permission",
@@ -444,13 +454,16 @@ def models_page(model: str, version: str, max_model_len: int, created: int) -> b
         "max_model_len": max_model_len,
         "permission": [permission],
     }
-    return msgspec.json.encode({"object": "list", "data": [card]})
+    more = [{**card, "id": name, "root": name, "parent": model} for name in adapters]
+    return msgspec.json.encode({"object": "list", "data": [card, *more]})
 
 
-def tokenize(content_type: str, body: bytes, *, model: str, max_model_len: int) -> bytes:
+def tokenize(
+    content_type: str, body: bytes, *, model: str, max_model_len: int, adapters: tuple[str, ...] = ()
+) -> bytes:
     """POST /tokenize. Raises `ApiError`."""
     asked: TokenizeBody = decode_json(content_type, body, TokenizeBody)
-    check_model(asked.model, model)
+    check_model(asked.model, model, adapters)
     if asked.messages is not None:
         text = render(asked.messages)
     elif asked.prompt is not None:

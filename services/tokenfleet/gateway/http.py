@@ -271,7 +271,7 @@ class Api:
         """The request's facts; its tokens are counted later. Raises `ApiError` 400, 403, 404."""
         keeper = self._keeper
         fleet = keeper.fleet
-        resolved = fleet.resolve_model(parsed.model_asked)
+        resolved = fleet.resolve(parsed.model_asked)
         permitted = client.entitled.models
         if resolved is None or ("*" not in permitted and resolved[0] not in permitted):
             raise _unknown_model(parsed.model_asked)
@@ -288,6 +288,7 @@ class Api:
             model_asked=parsed.model_asked,
             model=resolved[0],
             version=resolved[1],
+            adapter=resolved[2],
             stream=parsed.stream,
             input_tokens=0,
             output_budget_tokens=parsed.output_budget_tokens,
@@ -393,11 +394,11 @@ def _unknown_model(asked: str) -> ApiError:
 
 
 def _model_names(fleet: Fleet, client: Client) -> list[str]:
-    """`NAME`, and `NAME@VERSION` for each version, of what the client may use."""
+    """`NAME`, `NAME@VERSION` for each version, and its adapters, of what the client may use."""
     names: list[str] = []
     for name, model in sorted(fleet.models.items()):
         if "*" in client.entitled.models or name in client.entitled.models:
-            names += [name, *(f"{name}@{version}" for version in model.versions)]
+            names += [name, *(f"{name}@{version}" for version in model.versions), *model.adapters]
     return names
 
 

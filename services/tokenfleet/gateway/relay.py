@@ -323,7 +323,7 @@ class Relay:
         def body() -> bytes:
             return engine_body(
                 exchange.parsed,
-                model=assigned.model,
+                model=exchange.ask.adapter or assigned.model,
                 stream=stream,
                 cache_salt=exchange.cache_salt,
                 priority=exchange.priority(engine),

@@ -72,7 +72,7 @@ class Tokenization:
         self._directory = directory
         self._ask_engine = ask_engine
         self._bytes_per_token: dict[str, float] = {}
-        self._keys: dict[tuple[str, bool], bytes] = {}
+        self._keys: dict[tuple[str, bool, str], bytes] = {}
         self._models: dict[str, _Model] = {}
         self._fleet = fleet
         self.reconfigure(fleet)
@@ -111,7 +111,7 @@ class Tokenization:
         if model.kind == "bytes":
             # megabytes of prompt are refused before they are copied, rendered and hashed
             _within(limit, _least_bytes(parsed), parsed)
-        counted = await self._count(model, parsed, ask, self._key(ask.tenant, share), limit)
+        counted = await self._count(model, parsed, ask, self._key(ask.tenant, share, ask.adapter), limit)
         parsed.messages, parsed.prompt, parsed.template_values = [], "", {}
         if counted.source != "estimate":
             _within(limit, counted.input_tokens, parsed)
@@ -127,10 +127,10 @@ class Tokenization:
             return _count(model, parsed, key, limit)
         return await asyncio.to_thread(_count, model, parsed, key, limit)
 
-    def _key(self, tenant: str, share: bool) -> bytes:
-        found = self._keys.get((tenant, share))
+    def _key(self, tenant: str, share: bool, adapter: str) -> bytes:
+        found = self._keys.get((tenant, share, adapter))
         if found is None:
-            found = self._keys[tenant, share] = prefix.tenant_key(self._secret, tenant, share)
+            found = self._keys[tenant, share, adapter] = prefix.tenant_key(self._secret, tenant, share, adapter)
         return found
 
     def _estimate(self, parsed: Parsed, model: str) -> int:

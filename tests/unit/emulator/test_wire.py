@@ -144,6 +144,19 @@ def test_a_whole_answer_has_the_real_shape() -> None:
     }
 
 
+def test_an_adapter_is_served_by_its_name_and_listed_under_its_model() -> None:
+    """P17: asked for an adapter that it has not loaded, an engine must say so and not answer as its model."""
+    body = json.dumps({**CHAT, "model": "legal"}).encode()
+    loaded = {"model": "tiny", "max_model_len": 4096, "settings": SETTINGS}
+    assert wire.parse_call("chat", JSON, body, adapters=("legal",), **loaded).adapter == "legal"
+    assert call(CHAT).adapter == ""
+    with pytest.raises(wire.ApiError) as refused:
+        wire.parse_call("chat", JSON, body, **loaded)
+    assert refused.value.status == 404
+    base, adapter = json.loads(wire.models_page("tiny", "7", 4096, 5, ("legal",)))["data"]
+    assert (base["parent"], adapter["id"], adapter["parent"]) == (None, "legal", "tiny")
+
+
 def test_models_and_tokenize_pages() -> None:
     """`root` carries the exact version: how a site agent tells two versions of one model apart."""
     _, _, body = captured("get-v1_models")

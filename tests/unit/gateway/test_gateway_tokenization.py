@@ -90,6 +90,14 @@ def test_a_lone_surrogate_is_a_400() -> None:
     assert bad.value.status == 400
 
 
+async def test_under_an_adapter_a_prompt_is_another_content(tmp_path: Path) -> None:
+    """KV computed under an adapter is other KV: sent after its model's cache, every hit foreseen would fail to come."""
+    counter = tokenization(tmp_path)
+    under = msgspec.structs.replace(ASK, adapter="legal")
+    base, adapter = [(await counter.count(chat("x" * 200), ask, share=False)).digest for ask in (ASK, under)]
+    assert base != adapter
+
+
 async def test_tenants_share_digests_only_when_they_say_so(tmp_path: Path) -> None:
     """Equal prompts of two tenants must not look equal."""
     counter = tokenization(tmp_path)
