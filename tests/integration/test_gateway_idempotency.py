@@ -14,6 +14,7 @@ from tests.integration.gateway_bench import (
     LOCAL_KEY,
     Bench,
     Connection,
+    Engine,
     Script,
     answering,
     ask,
@@ -28,7 +29,7 @@ from tokenfleet_schemas.outcome import OutcomeFinished
 
 #: the tests share a server: keys of their own
 RUN = secrets.token_hex(8)
-FAST = Limits(stop_grace_s=1.0, watch_s=0.05, lease_s=0.1, claim_silent_s=0.6)
+FAST = Limits(stop_grace_s=1.0, watch_s=0.05, lease_s=0.1, claim_silent_s=2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +65,14 @@ def gated(gate: asyncio.Event, *parts: str) -> Script:
     return script
 
 
-async def given_up(b: Bench, name: str = "k-1", **more: Any) -> None:
-    """A client that loses its patience."""
-    with pytest.raises(asyncio.TimeoutError):
-        async with asyncio.timeout(0.3), once(b, name, **more) as r:
-            await r.read()
+async def given_up(b: Bench, engine: Engine, **more: Any) -> None:
+    """A client that loses its patience while the engine is at work."""
+    call = asyncio.create_task(read(b, **more))
+    await asyncio.wait_for(engine.arrived.wait(), 30)
+    await asyncio.sleep(0.1)
+    call.cancel()
+    assert await asyncio.gather(call, return_exceptions=True)
+    assert call.cancelled()
 
 
 def text_of(body: bytes, *, stream: bool) -> str:
@@ -86,7 +90,7 @@ async def test_a_time_out_and_two_retries_run_once_and_are_billed_once(nats_url:
         gate = asyncio.Event()
         engine = await a.engine(gated(gate, "once", " only"))
         await b.engine(hanging)
-        await given_up(a, stream=stream)
+        await given_up(a, engine, stream=stream)
         assert await code(b, stream=stream) == (409, "in_progress")
         assert not engine.seen[0].closed.is_set()
         asyncio.get_running_loop().call_later(0.1, gate.set)
@@ -111,7 +115,7 @@ async def test_a_time_out_and_two_retries_run_once_and_are_billed_once(nats_url:
 
 async def until_answered(b: Bench, **more: Any) -> None:
     """The other gateway knows that it is over."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(40):
         while (found := await code(b, **more)) != (409, "answered_elsewhere"):
             assert found == (409, "in_progress")
             await asyncio.sleep(0.02)
@@ -129,7 +133,7 @@ async def test_repeats_beside_the_first_follow_it(nats_url: str) -> None:
                 return r.status, text_of(body, stream=True) if r.status == 200 else json.loads(body)["error"]["code"]
 
         calls = [asyncio.create_task(call(one)) for one in (a, b) for _ in range(5)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while sum(done.done() for done in calls) < 5:
                 await asyncio.sleep(0.01)
         gate.set()
@@ -188,7 +192,7 @@ async def test_what_failed_gives_its_key_free(nats_url: str) -> None:
             async with once(a) as r:
                 assert r.status == 400
         assert len(engine.seen) == 2
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while True:
                 async with once(b) as r:
                     if r.status == 200:
@@ -205,11 +209,11 @@ async def test_a_key_of_a_gateway_that_is_gone_is_taken_over(nats_url: str) -> N
         engine = await a.engine(hanging)
         await b.engine(answering(sse("taken", " over", usage=2)))
         first = asyncio.create_task(read(a))
-        await asyncio.wait_for(engine.arrived.wait(), 10)
+        await asyncio.wait_for(engine.arrived.wait(), 40)
         assert await code(b) == (409, "in_progress")
         # it is paused: no word of it
         beat, a.keeper.once.beat = a.keeper.once.beat, _nothing  # type: ignore[method-assign]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while True:
                 async with once(b) as r:
                     if r.status == 200:
@@ -217,8 +221,8 @@ async def test_a_key_of_a_gateway_that_is_gone_is_taken_over(nats_url: str) -> N
                         break
                 await asyncio.sleep(0.05)
         a.keeper.once.beat = beat  # type: ignore[method-assign]
-        assert (await asyncio.wait_for(first, 10))[0] == 503
-        await asyncio.wait_for(engine.seen[0].closed.wait(), 10)
+        assert (await asyncio.wait_for(first, 40))[0] == 503
+        await asyncio.wait_for(engine.seen[0].closed.wait(), 40)
         (row,) = await a.pilot.finished()
         assert (row.outcome, row.reason) == ("cancelled", "claim_lost")
         assert [one.outcome for one in await b.pilot.finished()] == ["completed"]
@@ -228,8 +232,8 @@ async def _nothing() -> None:
     pass
 
 
-async def read(b: Bench) -> tuple[int, bytes]:
-    async with once(b) as r:
+async def read(b: Bench, **more: Any) -> tuple[int, bytes]:
+    async with once(b, **more) as r:
         return r.status, await r.read()
 
 
@@ -239,9 +243,9 @@ async def test_without_the_bus_a_key_is_refused_and_a_run_goes_on(nats_server: N
         gate = asyncio.Event()
         engine = await a.engine(gated(gate, "kept", " on"))
         await b.engine(hanging)
-        await given_up(a)
+        await given_up(a, engine)
         await asyncio.to_thread(nats_server.kill)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while a.keeper.service.bus.connected or b.keeper.service.bus.connected:
                 await asyncio.sleep(0.02)
         gate.set()
@@ -249,11 +253,11 @@ async def test_without_the_bus_a_key_is_refused_and_a_run_goes_on(nats_server: N
         for one, name in ((a, "k-2"), (b, "k-1")):
             assert await code(one, name) == (503, "unavailable")
         await asyncio.to_thread(nats_server.start)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             while not (a.keeper.service.bus.connected and b.keeper.service.bus.connected):
                 await asyncio.sleep(0.02)
         # not run again, although nothing was heard of its claim for a while
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             while (found := await code(b)) != (409, "answered_elsewhere"):
                 assert found in ((409, "in_progress"), (503, "unavailable"))
                 await asyncio.sleep(0.1)
@@ -275,7 +279,7 @@ async def test_answers_beyond_what_may_be_kept_are_gone_and_not_made_again(nats_
 
 async def test_who_reads_slowly_holds_up_neither_the_run_nor_others(nats_url: str) -> None:
     """A reader that stalls is cut off after its time; the run it followed is finished and its answer whole."""
-    limits = Limits(stop_grace_s=1.0, watch_s=0.05, client_stall_ms=300.0)
+    limits = Limits(stop_grace_s=1.0, watch_s=0.05, client_stall_ms=1000.0)
     async with bench(nats_url, limits=limits) as a:
         await a.engine(answering(sse(*("y" * 60_000 for _ in range(200)), usage=200)))
         raw = socket.socket()
@@ -294,7 +298,7 @@ async def test_who_reads_slowly_holds_up_neither_the_run_nor_others(nats_url: st
         assert status == 200
         assert len(text_of(answer, stream=True)) == 200 * 60_000
         # the slow one's connection is broken off after its time: what it has got must not look whole
-        await asyncio.sleep(3 * limits.client_stall_ms / 1000)
+        await asyncio.sleep(2 * limits.client_stall_ms / 1000)
         raw.settimeout(10)
         assert await asyncio.to_thread(_rest, raw) < len(answer)
 

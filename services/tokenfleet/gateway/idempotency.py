@@ -40,6 +40,8 @@ HEADER = "Idempotency-Key"
 #: says that the answer is that of an earlier request with this key
 REPEATED = {"X-Tokenfleet-Repeated": "true"}
 _KEY_CHARS = 255
+#: a client that takes less than this in its time has stalled
+_WRITE_BYTES = 65_536
 #: what the bus may raise, and what it says when somebody else was faster
 _BUS = (nats.errors.Error, nats.js.errors.Error, TimeoutError, msgspec.DecodeError)
 _FASTER = nats.js.errors.KeyWrongLastSequenceError
@@ -124,33 +126,45 @@ class Kept:
             assert self.error is not None
             raise self.error
         headers = {**self._headers, **(REPEATED if repeated else {})}
-        if self._whole:
-            return web.Response(body=b"".join(self._pieces), headers=headers)
-        stream = web.StreamResponse(headers=headers)
+        response: web.StreamResponse
         try:
+            if self._whole:
+                response = web.Response(body=b"".join(self._pieces), headers=headers)
+                async with asyncio.timeout(stall_s):
+                    await response.prepare(request)
+                    await response.write_eof()
+                return response
+            response = web.StreamResponse(headers=headers)
             async with asyncio.timeout(stall_s):
-                await stream.prepare(request)
+                await response.prepare(request)
             at = 0
             while True:
                 news = self._news
-                data = b"".join(self._pieces[at:])
-                at = len(self._pieces)
+                data, at = self._from(at)
                 if data:
                     async with asyncio.timeout(stall_s):
-                        await stream.write(data)
+                        await response.write(data)
                 elif self._over:
                     break
                 else:
                     await news.wait()
             if self.error is None:
                 async with asyncio.timeout(stall_s):
-                    await stream.write_eof()
-                return stream
+                    await response.write_eof()
+                return response
         except TimeoutError:
             pass  # it does not read
         if isinstance(request.transport, asyncio.Transport):
             request.transport.abort()  # what it has got is no whole answer
-        return stream
+        return response
+
+    def _from(self, at: int) -> tuple[bytes, int]:
+        """The body from a piece on, as much as is written at once, and the piece after it."""
+        end, size = at, 0
+        while end < len(self._pieces) and size < _WRITE_BYTES:
+            size += len(self._pieces[end])
+            end += 1
+        return b"".join(self._pieces[at:end]), end
 
 
 class _Held(msgspec.Struct):
