@@ -149,6 +149,8 @@ class Instance(Table, frozen=True, kw_only=True):
     #: zones whose gateways can reach `url`; `*` for all
     routable_from: tuple[str, ...] = ("*",)
     gpus: int = 1
+    #: instances of a site with the same name here run on the same GPUs; empty: on its own
+    gpu_group: str = ""
     #: prompt tokens an engine computes per step at most (vLLM: max_num_batched_tokens)
     token_budget: int = 2048
     #: sequences it runs at once at most (vLLM: max_num_seqs)

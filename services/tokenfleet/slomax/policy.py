@@ -93,7 +93,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Who goes next, or why nobody does."""
 
     held: Held | None
-    #: `floor`, `deadline`, `spare`, `fifo`; of an empty choice `nothing_held`, `nothing_fits`, `reserved`
+    #: `floor`, `deadline`, `spare`, `fifo`; of an empty choice `nothing_held`, `nothing_fits`, `reserved`,
+    #: `shared_gpus`
     reason: str
 
 

@@ -5,7 +5,7 @@ Who goes next is `policy.choose`'s; refuses to know instances beyond the room th
 
 from tokenfleet.effects import Note
 from tokenfleet.fleet import Fleet
-from tokenfleet.slomax import fairness, gate, policy
+from tokenfleet.slomax import devices, fairness, gate, policy
 from tokenfleet.slomax.desk import Desk
 from tokenfleet.slomax.state import INFINITY, Bill, Held, Pool, PoolKey, Room, Tempo, Tried
 from tokenfleet_schemas.placement import (
@@ -147,13 +147,15 @@ class Releases(Desk):
         """Another replica's release; our own was folded when it was said."""
         if self.offices.void(f"release:{message.site}", message.term):
             return
-        pool = self.state.pool((message.site, message.model, message.version))
+        key = (message.site, message.model, message.version)
+        pool = self.state.pool(key)
         if message.number <= pool.number:
             return
         held = pool.held.get(message.request_id)
         pool.number = message.number
         if held is not None and not held.released:
             fairness.release(self.fleet, pool, held, message.instance, message.number, now_ms)
+            devices.charge(self.fleet, self.state, key, message.instance, held.cost_ms, now_ms)
 
     def _assigned(self, message: PlacementAssigned, now_ms: float) -> None:
         rid = message.request_id
@@ -230,6 +232,9 @@ class Releases(Desk):
         if not term or now_ms - room.heard_ms > OFFER_MS:
             return
         while True:
+            if devices.held_back(self.fleet, self.state, key, instance, now_ms):
+                choice = policy.Choice(None, "shared_gpus")
+                break
             choice = self.choose(self.fleet, pool, instance, policy.level(pool, instance, room), now_ms)
             if choice.held is None:
                 break
@@ -259,6 +264,7 @@ class Releases(Desk):
         pool = self.state.pools[key]
         number = pool.number + 1
         fairness.release(self.fleet, pool, held, instance, number, now_ms)
+        devices.charge(self.fleet, self.state, key, instance, held.cost_ms, now_ms)
         self._arm("release", now_ms + RELEASE_MS, held.request_id)
         self._publish(
             PlacementReleased(

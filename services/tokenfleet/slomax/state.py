@@ -375,6 +375,13 @@ class Lent(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
+class Meter(msgspec.Struct):
+    """GPU-time of shared GPUs that a pool took ahead of its part (`devices`)."""
+
+    at_ms: float
+    ahead_ms: float = 0.0
+
+
 class State(msgspec.Struct):
     """The whole fold; its msgpack is the checkpoint."""
 
@@ -398,6 +405,8 @@ class State(msgspec.Struct):
     tempos: dict[str, Tempo] = {}
     #: (model, served site or empty) → (class, tenant) → its last window
     seen: dict[tuple[str, str], dict[tuple[str, str], Seen]] = {}
+    #: (site, model, version, GPU group) → its meter
+    meters: dict[tuple[str, str, str, str], Meter] = {}
     offices: dict[str, Office] = {}
 
     def pool(self, key: PoolKey) -> Pool:
