@@ -155,10 +155,14 @@ def test_a_hot_prefix_spreads_before_it_queues_for_long() -> None:
     got: Counter[str] = Counter()
     waiting: list[tuple[float, PlacementAssigned]] = []
     free: dict[str, float] = {}
+    asked: dict[str, float] = {}
+    took: dict[str, float] = {}
     for n in range(450):  # for 30 s: 15 requests/s of 2,000 tokens beyond a shared 30,000
         p.now_ms += 1000 / 15
+        asked[f"r{n}"] = p.now_ms
         for at, done in [w for w in waiting if w[0] <= p.now_ms]:
             waiting.remove((at, done))
+            took[done.request_id] = at - asked[done.request_id]
             for event in [*complete_all(p, done), *p.wake()]:
                 enqueue(p, event, waiting, free, got)
         for event in p.request(f"r{n}", ttft_ms=5000, patience_ms=60_000, **hot(n)):
@@ -167,6 +171,8 @@ def test_a_hot_prefix_spreads_before_it_queues_for_long() -> None:
             p.report_all()
             p.lease(n, *(f"r{k}" for k in range(n + 1)))
     assert len([name for name, count in got.items() if count >= 10]) >= 3, got
+    so_far = sorted(took.get(name, p.now_ms - at) for name, at in asked.items())
+    assert so_far[int(0.95 * len(so_far))] < 5000, "what its class is promised"
 
 
 def hot(n: int) -> dict[str, Any]:
