@@ -42,11 +42,10 @@ REASONS = (
 )
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 #: columns by what changes them: a report; a booking, a breaker, time; what was learned
-_REPORTED = ("token_budget", "sequences_max", "kv_total", "kv_known", "model_len", "rate", "number", "reachable")
+_REPORTED = ("token_budget", "kv_total", "kv_known", "model_len", "rate", "reachable")
 _BOOKED = (
-    "heard_ms", "sequences", "prefill_tokens", "done_max", "pairs", "kv_tokens", "decoding", "decoding_kv_tokens",
-    "foreign_sequences", "foreign_kv_tokens", "sequences_cap", "lookahead_tokens", "anchor_ms", "tpot_seen_ms",
-    "warmth", "booked_ms", "breaker",
+    "heard_ms", "sequences", "prefill_tokens", "done_max", "pairs", "kv_tokens", "lookahead_tokens", "anchor_ms",
+    "tpot_seen_ms", "warmth", "booked_ms", "breaker",
 )  # fmt: skip
 _LEARNED = (
     "delay_ms", "token_ms", "pair_ms", "step_ms", "kv_ms", "tpot_base_ms", "tpot_sequence_ms", "tpot_kv_ms",
@@ -74,14 +73,7 @@ class Board:
     done_max: Column
     pairs: Column
     kv_tokens: Column
-    decoding: Column
-    decoding_kv_tokens: Column
-    foreign_sequences: Column
-    foreign_kv_tokens: Column
     token_budget: Column
-    sequences_max: Column
-    #: the breaker's limit
-    sequences_cap: Column
     #: infinite where unknown
     kv_total: Column
     kv_known: Column
@@ -107,8 +99,6 @@ class Board:
     #: last booking made there; and learned prefill time over what its kind of hardware was said to take
     booked_ms: Column
     slowness: Column
-    #: bit of the prefix index
-    number: Column
     reachable: Column
     breaker: Column
     #: sequences there, foreign ones included; of them, those that decode
@@ -226,10 +216,10 @@ class Board:
             self._usual_slowness = None
         budget, pairs, prefill = report.token_budget, load.pairs, load.prefill_tokens
         foreign, foreign_kv = load.foreign_sequences, load.foreign_kv_tokens
-        kv_tokens, decoding_kv = load.kv_tokens_expected, load.decoding_kv_tokens * load.kv_scale
+        kv_tokens = load.kv_tokens_expected
         _, token_ms, pair_ms, step_ms, kv_ms, tpot_base, tpot_sequence, tpot_kv, _, _ = self._coefficients[row]
         kv_most, sequences_max = self._limits[row]
-        decoders, kv_read = load.decoding + foreign, decoding_kv + foreign_kv
+        decoders, kv_read = load.decoding + foreign, load.decoding_kv_tokens * load.kv_scale + foreign_kv
         step_cost_ms = step_ms + kv_ms * kv_read
         step_room = max(budget / 8.0, budget - decoders)
         per_token_ms = token_ms + (step_cost_ms + token_ms * decoders) / step_room
@@ -241,11 +231,6 @@ class Board:
             load.done_max(budget),
             pairs,
             kv_tokens,
-            load.decoding,
-            decoding_kv,
-            foreign,
-            foreign_kv,
-            cap,
             int(load.lookahead(knobs) * budget),
             load.anchor_ms,
             np.nan if load.tpot_ms is None else load.tpot_ms,
@@ -316,12 +301,10 @@ class Board:
             self.unreachable.add(name)
         self._data[:_BOOKED_AT, row] = (
             report.token_budget,
-            sequences_max,
             kv_total,
             report.kv_tokens_total is not None,
             model_len,
             np.nan if rate is None else rate,
-            number,
             bool(report.endpoint_url),
         )
         static = (
