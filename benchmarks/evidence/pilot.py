@@ -21,15 +21,15 @@ AGENTS: dict[str, dict[str, Any]] = {
 PLACES = (*CONVERSATIONS, *AGENTS)
 
 
-def cells(policies: dict[str, str], place: str) -> tuple[Cell, ...]:
-    """One place's runs, by policy."""
+def cells(policies: dict[str, str], place: str, overrides: dict[str, Any] | None = None) -> tuple[Cell, ...]:
+    """One place's runs, by policy; `overrides` of a conversation's scenario."""
     if place in AGENTS:
         return tuple(
             Cell(name=f"{name}, {place}", run=agents, args={"policy": policy, **AGENTS[place]})
             for name, policy in policies.items()
         )
     scenario, speed = CONVERSATIONS[place]
-    args: dict[str, Any] = {"scenario": scenario, "speed": speed, "overrides": {}}
+    args: dict[str, Any] = {"scenario": scenario, "speed": speed, "overrides": overrides or {}}
     return tuple(
         Cell(name=f"{name}, {place}", run=conversation, args={"policy": policy, **args})
         for name, policy in policies.items()
