@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
+from tests.e2e.running import patience
 
 from tokenfleet.effects import Effect, Publish, WakeAt
 from tokenfleet.local.nats import NatsServer
@@ -43,7 +44,7 @@ def withdrawn(number: int, site: str = "b") -> PlacementWithdrawn:
     )
 
 
-async def until(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(check: Callable[[], bool], timeout_s: float = 40.0) -> None:
     """Wait for a condition that another task brings about."""
     async with asyncio.timeout(timeout_s):
         while not check():
@@ -64,7 +65,7 @@ class connected:
         self.bus = Bus(Settings(nats_url=url), Clock(), name)
 
     async def __aenter__(self) -> Bus:
-        await self.bus.connect(patience_s=10)
+        await self.bus.connect(patience_s=40)
         await self.bus.provision()
         return self.bus
 
@@ -79,7 +80,7 @@ async def test_a_reader_gets_what_was_kept_and_what_comes_in_order(bus: Bus) -> 
     await bus.publish_acked(withdrawn(50))
     seen: list[int] = []
     reader = await bus.read(PLACEMENT, lambda e, _now: seen.append(e.revision), stream="TF_PLACEMENT")  # type: ignore[attr-defined]
-    await asyncio.wait_for(reader.caught_up.wait(), 5)
+    await asyncio.wait_for(reader.caught_up.wait(), 40)
     await bus.publish_acked(withdrawn(51))
     await until(lambda: len(seen) >= 52)
     assert seen == list(range(52))
@@ -120,7 +121,7 @@ async def test_the_last_value_of_every_subject_reaches_a_late_joiner(bus: Bus) -
     reader = await bus.read(
         subject_filter(CapacityProbed), lambda e, _now: seen.append(e.id), stream="TF_CAPACITY", latest=True
     )
-    await asyncio.wait_for(reader.caught_up.wait(), 5)
+    await asyncio.wait_for(reader.caught_up.wait(), 40)
     assert sorted(seen) == ["c4", "d4"]
 
 
@@ -146,7 +147,7 @@ async def test_with_another_nats_py_the_public_ways_do(bus: Bus, monkeypatch: py
             other.publish(withdrawn(number))
         await other.publish_acked(withdrawn(20))
         other.outbox.put(withdrawn(21))
-        await asyncio.wait_for(other.outbox.drained(), 5)
+        await asyncio.wait_for(other.outbox.drained(), 40)
         await until(lambda: len(seen) >= 22)
         assert seen == list(range(22))
 
@@ -166,15 +167,15 @@ async def test_readers_and_outbox_survive_a_killed_server(nats_server: NatsServe
             bus.outbox.put(withdrawn(number))
         assert bus.outbox.pending == 20
         await asyncio.to_thread(nats_server.start)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(40):
             await bus.outbox.drained()
-        await until(lambda: len(seen) >= 40, 5)
+        await until(lambda: len(seen) >= 40, 40)
         assert sorted(seen) == list(range(40))
         # a second restart before any other message must not refold from the beginning
         await asyncio.to_thread(nats_server.restart)
         await until(lambda: bus.connected)
         await bus.publish_acked(withdrawn(40), timeout_s=5)
-        await until(lambda: len(seen) >= 41, 5)
+        await until(lambda: len(seen) >= 41, 40)
         assert sorted(seen) == list(range(41))
 
 
@@ -197,11 +198,12 @@ async def test_a_copy_of_last_values_is_right_again_after_a_restart_while_its_re
         for other in range(50):
             await agent.publish_acked(probe(other, 1))
         reader = await bus.read(subject_filter(CapacityProbed), fold, stream="TF_CAPACITY", latest=True)
-        await asyncio.wait_for(reader.caught_up.wait(), 5)
+        await asyncio.wait_for(reader.caught_up.wait(), 40)
         assert copy == {f"s{other}": 1 for other in range(50)}
         await asyncio.to_thread(nats_server.kill)
         # a handler that computes: nothing of the connection is looked at meanwhile
         time.sleep(1.5)  # noqa: ASYNC251
+        assert bus.view_ages()["TF_CAPACITY"] >= 1.5
         await asyncio.to_thread(nats_server.start)
         await until(lambda: agent.connected)
         for other in range(25):
@@ -209,9 +211,10 @@ async def test_a_copy_of_last_values_is_right_again_after_a_restart_while_its_re
         time.sleep(1.5)  # noqa: ASYNC251
         for other in range(25, 50):
             await agent.publish_acked(probe(other, 2), timeout_s=5)
-        await until(lambda: copy == {f"s{other}": 2 for other in range(50)}, 10)
+        await until(lambda: copy == {f"s{other}": 2 for other in range(50)}, 40)
         await agent.publish_acked(probe(7, 3), timeout_s=5)
-        await until(lambda: copy["s7"] == 3, 5)
+        await until(lambda: copy["s7"] == 3, 40)
+        await until(lambda: bus.view_ages()["TF_CAPACITY"] < 1.0, 40)
 
 
 async def test_a_lease_has_one_holder_and_passes_within_two_seconds(clean_nats_url: str) -> None:
@@ -227,7 +230,7 @@ async def test_a_lease_has_one_holder_and_passes_within_two_seconds(clean_nats_u
         running.cancel()
         began = asyncio.get_running_loop().time()
         await until(lambda: second.held, 3)
-        assert asyncio.get_running_loop().time() - began < 2.1
+        assert asyncio.get_running_loop().time() - began < patience(2.1)
         assert second.term > first.term
         one.connected = True
         await cancel_and_wait([running, other])
@@ -245,8 +248,25 @@ async def test_an_orderly_stop_hands_the_office_on_at_once(
         other = asyncio.create_task(second.run())
         await asyncio.sleep(0.4)
         await cancel_and_wait([running])
-        await until(lambda: second.held, 10)
+        await until(lambda: second.held, 40)
         await cancel_and_wait([running, other])
+
+
+async def test_a_stop_in_the_middle_of_a_renewal_hands_the_office_on_too(
+    clean_nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The renewal was at the server when its owner was told to stop: giving back failed, as of an old revision."""
+    monkeypatch.setattr(ownership, "LEASE_S", 60.0)
+    async with connected(clean_nats_url, "one") as one, connected(clean_nats_url, "two") as two:
+        first, second = Lease(one, "s", "one"), Lease(two, "s", "two")
+        running = asyncio.create_task(first.run())
+        await until(lambda: first.held)
+        first._revision -= 1  # as if the last renewal's acknowledgement had not been waited for
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        other = asyncio.create_task(second.run())
+        await until(lambda: second.held, 40)
+        await cancel_and_wait([other])
 
 
 class Counting:
@@ -320,14 +340,14 @@ async def start(url: str, fleet_file: Path, core: Counting) -> tuple[Service, Ru
     await service.bus.provision()
     runner = Runner(service, core, READS)
     task = asyncio.create_task(runner.run())
-    await asyncio.wait_for(runner.caught_up.wait(), 10)
+    await asyncio.wait_for(runner.caught_up.wait(), 40)
     return service, runner, task
 
 
 async def stop(service: Service, task: asyncio.Task[None]) -> None:
     """In order."""
     service.stopping.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 40)
     await service.bus.close()
 
 

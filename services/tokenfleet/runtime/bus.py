@@ -270,6 +270,13 @@ class Bus:
             found = self._buckets[name] = await self.js.key_value(name)
         return found
 
+    def view_ages(self) -> dict[str, float]:
+        """Stream → seconds since its most silent reader heard of it (heartbeats count): how old our copy may be."""
+        ages: dict[str, float] = {}
+        for reader in self._readers:
+            ages[reader.stream] = max(ages.get(reader.stream, 0.0), reader.age_s)
+        return ages
+
     # --- publishing -----------------------------------------------------------------------------------------
 
     @property
@@ -404,9 +411,9 @@ class Reader:
         self._expected = 1
         self._consumer = ""
         self._subscription: Subscription | None = None
-        #: event loop's time of the last sign of the consumer
-        self._heard_s = 0.0
         self._time_s = asyncio.get_running_loop().time
+        #: event loop's time of the last sign of the consumer
+        self._heard_s = self._time_s()
         self._restart = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
@@ -421,6 +428,11 @@ class Reader:
         """Create the consumer anew at the next turn (after a reconnection)."""
         self.caught_up.clear()
         self._restart.set()
+
+    @property
+    def age_s(self) -> float:
+        """Since the last sign of the consumer."""
+        return self._time_s() - self._heard_s
 
     async def stop(self) -> None:
         """Stop reading; the server forgets the consumer by itself."""

@@ -140,6 +140,12 @@ class Lease:
         value = msgspec.json.encode(_Holder(self.replica, self._beat, released=True))
         try:
             bucket = await self._bus.bucket(OWNERS_BUCKET)
-            await bucket.update(self._key, value, last=self._revision)
+            try:
+                await bucket.update(self._key, value, last=self._revision)
+            except nats.js.errors.KeyWrongLastSequenceError:
+                # a renewal was on its way when we were told to stop
+                entry = await self._get(bucket)
+                if entry is not None and entry[1].owner == self.replica and not entry[1].released:
+                    await bucket.update(self._key, value, last=entry[0])
         except (nats.errors.Error, nats.js.errors.Error, TimeoutError) as error:
             log.debug("lease not given back", extra={"scope": self.scope, "error": repr(error)})

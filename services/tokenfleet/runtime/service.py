@@ -5,11 +5,12 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import prometheus_client
 from aiohttp import web
+from prometheus_client.core import GaugeMetricFamily
 
 from tokenfleet import fleet as fleet_file
 from tokenfleet.fleet import Fleet
@@ -21,6 +22,22 @@ from tokenfleet.runtime.tasks import cancel_and_wait
 
 #: how often the fleet file is looked at
 RELOAD_S = 2.0
+
+
+class _ViewAges(prometheus_client.registry.Collector):
+    """How old what is known from each stream may be; no sample where nothing is read."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """One sample per stream."""
+        family = GaugeMetricFamily(
+            "tokenfleet_view_age_seconds", "Since the bus was last heard of a stream that is read", labels=["stream"]
+        )
+        for stream, age_s in sorted(self._bus.view_ages().items()):
+            family.add_metric([stream], age_s)
+        yield family
 
 
 class Service:
@@ -39,6 +56,7 @@ class Service:
             "tokenfleet_asyncio_tasks", "Tasks of the event loop; a leak shows as growth", registry=self.metrics
         )
         tasks.set_function(lambda: float(len(asyncio.all_tasks())))
+        self.metrics.register(_ViewAges(self.bus))
         self.log = logging.getLogger(f"tokenfleet.{name}")
         #: set by SIGTERM or SIGINT
         self.stopping = asyncio.Event()
