@@ -37,22 +37,26 @@ def cells(policies: dict[str, str], place: str, overrides: dict[str, Any] | None
 
 
 FINDINGS = """
-- Every difference has the expected sign. The goal for P95 at the stable load is reached in the mean; the others are
-  not.
-- *What limits P50.* Its goals need more than the floor leaves: at the stable load and at the knee the median's own
-  prefill alone takes about half of what ours has, and for the agents more than half. Between floor and ours lie the
-  step that is under way when a request comes, and the decodes (and other prefills) that share its steps: they cost
-  about as much as the queue, and no choice of an instance takes them away at these loads.
-- *What limits P95.* At the stable load two thirds of ours are own prefill of prompts of 50,000 tokens and more. At the
-  knee the weights' queue grows as long as the overload lasts, so the difference grows with the window; in 210 s it has
-  not grown far.
-- *Cache.* The weights hit more on the conversations: they send a prompt to its cache whatever that costs. Ours
-  gives up some hits for shorter queues; hits of the joint cache are the bound for both. Recorded sessions begin with
-  prompts of 10,000 to 100,000 tokens of their own, which is why their P50 lies far above its floor for both.
-- *Tried.* Shortest first instead of SLOMax's order: no better at P50, worse at P99. Lanes for long prefills: a little
-  near the knee, nothing where loads are light. A price of burnt compute that follows the pool's load, instead of five
-  always: the largest single gain for the agents, whose sessions no longer crowd where their tools' prefix lay first.
-- Run before it was rebased on other parts' changes; the commit named is that of the same change before.
+- *The knee is an overload that lasts.* Over the whole trace the weights' queue grows for as long as it does; ours
+  orders and spreads what waits. Slices of 210 s, as this part had before, hardly show it, and not what the knee is
+  defined by.
+- *What limits P50 at the stable load.* Half of the requests need the floor for their own prefill alone. Between floor
+  and ours lie the step that is under way when a request comes, and the decodes and other prefills that share its
+  steps: no choice of an instance takes them away at these loads.
+- *What limits P95 at the stable load*: mostly own prefill of prompts of 50,000 tokens and more, as the floor shows.
+- *What limits the agents.* P50's goal lies below its floor. Placement has little left: hits are as near to the
+  floor's as the table says, and what is not cached is what the session has added. The rest of P95 is waiting inside
+  the engine, behind prefills of up to 20,000 tokens that begin a session: engines serve them first come first served,
+  and whoever has its cache there pays more elsewhere. With more agents the pace is the limit: each step reads the
+  context of a hundred and more sequences. Recorded sessions begin with prompts of 10,000 to 100,000 tokens of their
+  own.
+- *Cache.* The weights hit more on the conversations: they send a prompt to its cache whatever that costs. Ours gives
+  up some hits for shorter queues; hits of the joint cache are the bound for both.
+- *Tried.* Look-ahead of half a chunk, one, two to four, and by time (ADR 24): one is best for P50 and no worse for
+  the agents. A price of the delay inflicted four times as high: nothing that shows. Shortest first instead of
+  SLOMax's order: no better at P50, worse at P99. Lanes for long prefills: a little near the knee, nothing where loads
+  are light. A price of burnt compute that follows the pool's load, instead of five always: the largest single gain
+  for the agents.
 """
 
 PART = Part(

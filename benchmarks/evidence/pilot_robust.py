@@ -31,8 +31,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 FINDINGS = """
-- Every goal is reached. Two generations cost P95, not goodput: a long prompt takes longer on the older ones, and still
-  comes in time. A slow instance is found by its first answers and gets less; a lost one's requests are placed again.
+- Two generations cost P95, not goodput: a long prompt takes longer on the older ones, and still comes in time. A slow
+  instance is found by its first answers and gets less; a lost one's requests are placed again.
 - Wrong declared rates cost nothing that shows: the fit starts from them and leaves them within tens of requests.
   Reports one second old cost nothing either: between them the bookings say what the load is.
 - Constants of the engines themselves are not scaled here, because that changes what the fleet can do at all.
