@@ -217,7 +217,7 @@ async def test_a_process_places_holds_offers_and_survives_kill_9(
         began = time.monotonic()
         second = Process(clean_nats_url, tmp_path, "pilot-2")
         answer = await around.until(PlacementHeld, request_id="meanwhile")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30  # 1.5 s of lease, a process's start, and a busy machine
         assert answer.lacks == "newcomer", "the fold knows that somebody waits already"
         assert answer.term > held.term
 

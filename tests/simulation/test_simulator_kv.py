@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tests.simulation.test_simulator_runs import scenario
 
+from tokenfleet.fleetmind.core import FleetMind
 from tokenfleet.simulator.experiment import Task, make
 from tokenfleet.simulator.instances import SimulatedInstance
 from tokenfleet.simulator.policies import choose
@@ -98,6 +99,34 @@ def test_events_come_as_late_as_the_scenario_says() -> None:
         world.run()
         world.check()
     assert heard[3_000.0] - heard[50.0] == pytest.approx(2_950.0)
+
+
+def test_fleetmind_hears_what_sites_hold_in_summary() -> None:
+    """A FleetMind that has sent nothing itself (a new owner) knows where conversations are, within a few chunks."""
+    made = with_kv()
+    made = msgspec.structs.replace(made, agents=msgspec.structs.replace(made.agents, kv_summary_s=2.0))
+    world = World(made, choose("tokenfleet"), 1)
+    core = world.bus.nodes["fleetmind"].core
+    assert isinstance(core, FleetMind)
+    found: list[bool] = []
+
+    def look(at: World) -> None:
+        # of what it sent itself it is told nothing here
+        core.caches._sent.clear()
+        for instance in at.instances.values():
+            if instance.teller is None:
+                continue
+            known = core.caches._summaries.get((instance.site, instance.declared.model))
+            said = {digest.to_bytes(8, "little") for digest in instance.teller.content()}
+            if known is not None and said:
+                found.append(bool(known.digests & said))
+
+    world._probe = look
+    run = world.run()
+    world.check()
+    assert run.messages["KvSummarised"] > 4
+    assert found.count(True) > 0.8 * len(found) > 0
+    assert core.caches._summaries
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

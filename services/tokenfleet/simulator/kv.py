@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenfleet.effects import Effect
-from tokenfleet.prefix import CHUNK_TOKENS
+from tokenfleet.prefix import CHUNK_TOKENS, DIGEST_BYTES
 from tokenfleet.simulator.arrivals import BLOCK_BITS
+from tokenfleet.siteagent import kv_summary
 from tokenfleet_schemas.event import Event
-from tokenfleet_schemas.kv import KvChanged, KvRequested
+from tokenfleet_schemas.kv import KvChanged, KvRequested, KvSummarised
 
 #: an entry of `Engine.journal`
 Entry = tuple[Any, Any]
@@ -111,6 +112,28 @@ class Teller:
                 snapshot=snapshot,
             )
         )
+
+
+def summaries(site: str, tellers: Iterable[Teller], sequence: int, now_ms: float) -> Iterable[KvSummarised]:
+    """What a site holds of each model, sampled as the live agent does it; no word on a model of which it has none."""
+    held = {one.instance: (one.model, _packed(one.content())) for one in tellers}
+    for model, contents in kv_summary.by_model(held).items():
+        digests, bits = kv_summary.sample(contents)
+        if digests:
+            yield KvSummarised(
+                id=f"kv:{site}:{model}:{sequence}",
+                time_unix_ms=int(now_ms),
+                site=site,
+                model=model,
+                sequence=sequence,
+                digests=digests,
+                hits=(),
+                sampled_bits=bits,
+            )
+
+
+def _packed(digests: Iterable[int]) -> list[bytes]:
+    return [digest.to_bytes(DIGEST_BYTES, "little") for digest in digests]
 
 
 class Answering:

@@ -138,6 +138,8 @@ class AgentSpec(Table, frozen=True, kw_only=True):
     #: engines say what their caches hold, so late, ms; else placement knows only what was sent where
     kv_events: bool = False
     kv_late_ms: float = 50.0
+    #: with `kv_events`: between two summaries of a site's caches for FleetMind, s; 0: none (live agents: 5)
+    kv_summary_s: float = 0.0
 
 
 class EngineSpec(Table, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from tokenfleet.simulator.bus import Bus, Node
 from tokenfleet.simulator.errors import InvariantError, SimulationError
 from tokenfleet.simulator.faults import plan_faults
 from tokenfleet.simulator.instances import SimulatedInstance, Work
-from tokenfleet.simulator.kv import Answering, Teller
+from tokenfleet.simulator.kv import Answering, Teller, summaries
 from tokenfleet.simulator.loop import START_MS, ZERO_MS, Loop
 from tokenfleet.simulator.policies import Choice
 from tokenfleet.simulator.scaling import Scaling, scaled, solver
@@ -420,6 +420,16 @@ class World:
                 self.bus.join(Node(f"siteagent@{site}", "siteagent", site, Answering(site, tellers), self.bus))
             for instance in self.instances.values():
                 self._tell_kv(instance)
+            if self.scenario.agents.kv_summary_s > 0:
+                for number, site in enumerate(sorted(self._tellers)):
+                    self.loop.at(START_MS + 150.0 + 37.0 * number, self._summarise, site, 1)
+
+    def _summarise(self, site: str, sequence: int) -> None:
+        """A site agent's word on what its instances hold, model by model, as late as its other words on caches."""
+        agents, now_ms = self.scenario.agents, self.loop.now_ms
+        for event in summaries(site, self._tellers[site].values(), sequence, now_ms):
+            self.loop.at(now_ms + agents.kv_late_ms, self.bus.publish, event, site)
+        self.loop.at(now_ms + agents.kv_summary_s * 1000.0, self._summarise, site, sequence + 1)
 
     def _tell_kv(self, instance: SimulatedInstance) -> None:
         def say(event: KvChanged) -> None:

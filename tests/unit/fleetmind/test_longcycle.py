@@ -129,6 +129,36 @@ class TestPlans:
             assert bench.of(PlanIssued) == []
             assert bench.solved == 0
 
+    def test_nobody_scales_a_fleet_that_nobody_asks(self) -> None:
+        """F09: two balancers took it up and down twelve times in six minutes without any traffic.
+
+        The owner is paused, a standby takes its office, it wakes and speaks on: in ten quiet minutes each pool gets one
+        order at most, and what the old owner says under its old term changes nothing.
+        """
+        fleet = planned_fleet()
+        first, second, third = (PlanBench(fleet, office=n == 0) for n in range(3))
+        for minute in range(10):
+            if minute == 3:  # the first sleeps for twice its lease
+                second.term = 100
+                second.take_office()
+            for bench in (first, second, third):
+                for _ in range(4):
+                    bench.report(running=0)
+                    bench.run(15_000.0)
+                for other in (first, second, third):
+                    if other is not bench:
+                        other.feed(*bench.of(PlanIssued))
+        for bench in (first, second):
+            for site in "bc":
+                orders = [one for one in bench.of(PlanIssued) if one.site == site]
+                assert len(orders) <= 1
+                assert all(one.targets[0].replicas == 0 for one in orders)
+        assert first.of(PlanIssued)
+        assert third.of(PlanIssued) == []
+        held = second.core.long.state.issued["b", "m"]
+        second.feed(msgspec.structs.replace(held, id="late", term=0, revision=held.revision + 1, targets=()))
+        assert second.core.long.state.issued["b", "m"] == held
+
     def test_a_site_without_an_actuator_gets_no_plan(self) -> None:
         """Nobody there could follow it."""
         bench = PlanBench(planned_fleet(actuators=["c"]))
