@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
+from tests.e2e.running import patience
 
 from tokenfleet.accountant import store
 from tokenfleet.accountant.policy import OutputMedian
@@ -175,10 +176,13 @@ async def test_eight_writers_and_shared_tenants_lose_no_unit(database_url: str, 
     tokens = row("r0").output_tokens
     assert {tuple(one) for one in found} == {(tenant, count, count * tokens) for tenant, count in wanted.items()}
     assert len(wanted) == tenants
-    assert (deadlocks, retried) == (0, 0)
+    assert deadlocks == 0
+    # a batch that waited too long for another's lock is written again, and that is seen
+    assert retried <= 0.05 * len(took_s) + writers
     assert len(took_s) >= writers
     if seconds >= 60:  # of few batches one that a busy machine held up is too many
-        assert sum(one > 1.0 for one in took_s) <= 0.01 * len(took_s)
+        print(f"{len(took_s)} batches, {retried} retried, p99 {sorted(took_s)[len(took_s) * 99 // 100]:.3f} s")
+        assert sum(one > patience(1.0) for one in took_s) <= 0.01 * len(took_s)
 
 
 @pytest.mark.parametrize("order", ["guess first", "truth first", "together"])
