@@ -24,6 +24,8 @@ LATE, LATE_LITTLE = 0.2, 0.05
 LIFT = 0.01
 #: weight of one more answer of the mean length in that, and how many of those a long one is
 LATE_WEIGHT, LONG = 0.03, 4.0
+#: fewer are never asked for: below, a step's time is that of reading the weights, and hardly one sequence more or less
+LEAST = 16.0
 #: counts that are compared
 STEPS = 32
 #: no limit is set for less than a tenth more of compliant tokens; counts within this part of the best are as good
@@ -107,10 +109,12 @@ class Tempo(msgspec.Struct):
             return None
         base_ms, each_ms = self._shape(prior)
         full = max(1.0, min(sequences_max, kv_total / max(1.0, self.kv_tokens)))
+        if full <= LEAST:
+            return None
         deviation = max(DEVIATION_MIN, SIGMA * self.spread)
         found: list[tuple[float, float]] = []
         for step in range(1, STEPS + 1):
-            count = max(1.0, float(int(full * step / STEPS)))
+            count = max(LEAST, float(int(full * step / STEPS)))
             pace_ms = base_ms + each_ms * count
             found.append((count / pace_ms * promised.kept(pace_ms, self.level, deviation), count))
         best = max(found)[0]

@@ -44,6 +44,16 @@ def test_where_the_engine_is_the_limit_there_is_no_other() -> None:
     assert tempo.most(PRIOR, promised(ms60=100), 256, 50 * 1_200.0) is None
 
 
+def test_few_sequences_are_never_the_cause() -> None:
+    """A machine that is slow altogether: with a limit of two it would be slow all the same, and nearly empty."""
+    slow = taught(level=6.0, sequences=8.0)
+    assert slow.late > LATE
+    assert slow.limit(None, PRIOR, promised(ms60=100), 8, 1e6) is None
+    assert slow.limit(None, PRIOR, promised(ms60=100), 16, 1e6) is None
+    limit = slow.limit(None, PRIOR, promised(ms60=100), 256, 1e6)
+    assert limit is None or limit >= 16
+
+
 def test_nothing_is_held_back_for_what_is_not_known() -> None:
     """A new instance, or a pool of which nobody was promised a pace, runs what it takes."""
     assert taught(count=ENOUGH - 1).most(PRIOR, promised(ms60=100), 256, 1e6) is None
