@@ -91,22 +91,19 @@ larger fleets. The exponent is the slope of the logarithms: 1 is linear.
 """
 
 FINDINGS = """
-The goal for ten sites is not shown: reckoned up, this run is beyond it. It shared two cores with some ten busy
-programs, which makes every core's work dearer; with fewer of them beside it, its first seconds took about half the
-CPU time per request. It has not been measured whole, nor on a machine of its own, and neither has its memory.
-Conversation and both growths are inside their goals.
-
 What a request costs is spread over its dozen messages and their readers; no single place is left that dominates. The
 largest are TokenPilot's choice among a pool's instances, FleetMind's ranking of ten sites, SLOMax's admission, and
 what is learned from an outcome.
 
 What helped, by profile: instances that can serve are found once per report instead of once per request (before,
-FleetMind and SLOMax looked at all 2,000 for each request); a site's reports travel together; sums over bookings are
-kept; TokenPilot looks at the offers, bookings and models that changed; prompts' blocks move in bulk; the garbage
-collector looks rarely. Every step gave byte-identical reports.
+FleetMind and SLOMax looked at all 2,000 for each request), permitted sites once per fleet file; a site's reports travel
+together; sums over bookings are kept; TokenPilot looks at the offers, bookings and models that changed, and mirrors what
+an instance teaches its equals for all of them at once; prompts' blocks move in bulk; the garbage collector looks rarely.
+Every step gave byte-identical reports.
 
-What limits it: Python objects and one core. Sites could be simulated in processes of their own between messages,
-because no message travels between sites in less than half a round trip; that was not tried.
+What limits it: Python objects and one core. Beside busy programs the same run takes more CPU time: measure it alone.
+Sites could be simulated in processes of their own between messages, because no message travels between sites in less
+than half a round trip; that was not tried.
 """
 
 PART = Part(
