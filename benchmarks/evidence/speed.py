@@ -96,10 +96,10 @@ largest are TokenPilot's choice among a pool's instances, FleetMind's ranking of
 what is learned from an outcome.
 
 What helped, by profile: instances that can serve are found once per report instead of once per request (before,
-FleetMind and SLOMax looked at all 2,000 for each request), permitted sites once per fleet file; a site's reports travel
-together; sums over bookings are kept; TokenPilot looks at the offers, bookings and models that changed, and mirrors what
-an instance teaches its equals for all of them at once; prompts' blocks move in bulk; the garbage collector looks rarely.
-Every step gave byte-identical reports.
+FleetMind and SLOMax looked at all 2,000 for each request), permitted sites once per fleet file; a site's reports
+travel together; sums over bookings are kept; TokenPilot looks at the offers, bookings and models that changed, and
+mirrors what an instance teaches its equals for all of them at once; prompts' blocks move in bulk; the garbage
+collector looks rarely. Every step gave byte-identical reports.
 
 What limits it: Python objects and one core. Beside busy programs the same run takes more CPU time: measure it alone.
 Sites could be simulated in processes of their own between messages, because no message travels between sites in less
