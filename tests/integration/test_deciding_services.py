@@ -77,7 +77,7 @@ class Around:
         ask = make_ask(request_id, received_unix_ms=int(time.time() * 1000), patience_ms=30_000.0, **changes)
         self.bus.publish(received(ask, revision=revision))
 
-    async def until(self, kind: type[Event], timeout_s: float = 10, **fields: Any) -> Any:
+    async def until(self, kind: type[Event], timeout_s: float = 45, **fields: Any) -> Any:
         """The first event of a type with these values."""
         async with asyncio.timeout(timeout_s):
             while True:
