@@ -258,13 +258,15 @@ async def test_a_hundred_crashes_between_commit_and_acknowledgement(
                     await writer.run()
 
         workers = [asyncio.create_task(worker(number)) for number in range(4)]
-        await publish(client, repeated(rng, truth))
-        await drained(clean_nats_url, timeout_s=300)
-        for one in services:
-            one.stopping.set()
-        await asyncio.gather(*workers)
-        for engine in engines:
-            await engine.dispose()
+        try:
+            await publish(client, repeated(rng, truth))
+            await drained(clean_nats_url, timeout_s=300)
+        finally:
+            for one in services:
+                one.stopping.set()
+            await asyncio.gather(*workers)
+            for engine in engines:
+                await engine.dispose()
     assert crashes.left == 0
     await equals_oracle(database_url, truth)
 
