@@ -77,6 +77,8 @@ class Around:
         self.heard: list[Event] = []
         self.open: set[str] = set()
         self.revision = 0
+        #: prompt tokens that an engine computes in a second
+        self.rate = 10_000.0
 
     async def listen(self) -> None:
         for family in ("placement", "room"):
@@ -90,7 +92,7 @@ class Around:
             self.revision += 1
             now_ms = time.time() * 1000
             for name in self.fleet.sites["b"].instances:
-                self.bus.publish(report(self.fleet, name, Engine(10_000.0), self.revision, now_ms))
+                self.bus.publish(report(self.fleet, name, Engine(self.rate), self.revision, now_ms))
             if self.revision % 3 == 0:
                 self.bus.publish(
                     GatewayLeased(
@@ -198,15 +200,18 @@ async def test_a_process_places_holds_offers_and_survives_kill_9(
     around: Around, clean_nats_url: str, tmp_path: Path
 ) -> None:
     """kill -9 under load: the next process refolds, knows what is booked, and answers what came meanwhile in 5 s."""
-    first = Process(clean_nats_url, tmp_path, "pilot-1")
+    # slow engines: on no machine is what they compute meanwhile worth an offer
+    around.rate = 100.0
+    fleet = FLEET.replace("prefill_tokens_per_s = 10000.0", "prefill_tokens_per_s = 100.0")
+    first = Process(clean_nats_url, tmp_path, "pilot-1", fleet_toml=fleet)
     second = None
     try:
         await around.until(PlacementOwned, owner="pilot-1")
         placed = []
-        for n in range(4):
+        for n in range(2):
             around.request(f"r{n}", input_tokens=2048)
             placed.append(await around.until(PlacementAssigned, request_id=f"r{n}"))
-        assert sorted(a.instance for a in placed) == ["b-0", "b-0", "b-1", "b-1"]
+        assert sorted(a.instance for a in placed) == ["b-0", "b-1"]
         around.request("elsewhere", site="c")
         around.request("held", input_tokens=2000)
         held = await around.until(PlacementHeld, request_id="held")
@@ -215,15 +220,15 @@ async def test_a_process_places_holds_offers_and_survives_kill_9(
         first.end(signal.SIGKILL)
         around.request("meanwhile", input_tokens=1000)
         began = time.monotonic()
-        second = Process(clean_nats_url, tmp_path, "pilot-2")
-        answer = await around.until(PlacementHeld, request_id="meanwhile")
+        second = Process(clean_nats_url, tmp_path, "pilot-2", fleet_toml=fleet)
+        answer = await around.until(PlacementHeld, timeout_s=30, request_id="meanwhile")
         assert time.monotonic() - began < 30  # 1.5 s of lease, a process's start, and a busy machine
         assert answer.lacks == "newcomer", "the fold knows that somebody waits already"
         assert answer.term > held.term
 
         around.finish(placed[0])
-        offer = await around.until(RoomOffered, instance=placed[0].instance)
-        assert offer.prefill_tokens == 2048
+        offer = await around.until(RoomOffered, instance=placed[0].instance, term=answer.term)
+        assert offer.prefill_tokens >= 2000
         filled = await around.until(PlacementAssigned, request_id="held")
         assert filled.how == "unanswered", "there is no SLOMax in this test"
         assert not [e for e in around.heard if getattr(e, "request_id", "") == "elsewhere"]
