@@ -19,11 +19,13 @@ import msgspec
 WEIGHT, ENOUGH = 0.03, 20
 #: standard deviation over the mean absolute one, of a normal distribution; and the least that is believed, of the pace
 SIGMA, DEVIATION_MIN = 1.25, 0.03
-#: part of the tokens that came too slowly: above it a limit is set, below the lower one it is lifted by a hundredth
-LATE, LATE_LITTLE = 0.2, 0.05
-LIFT = 0.01
-#: weight of one more answer of the mean length in that, and how many of those a long one is
-LATE_WEIGHT, LONG = 0.03, 4.0
+#: part of the tokens that came too slowly: above it a limit is set, below the lower one it is lifted, by this part a
+#: second. Both are high: answers beside long prefills are late whatever runs, and whom a limit holds for nothing is
+#: late as well
+LATE, LATE_LITTLE = 0.8, 0.3
+LIFT = 0.03
+#: weight of one more answer of the mean length in that, or of a longer one: a hundred of them, not a burst, set a limit
+LATE_WEIGHT = 0.01
 #: fewer are never asked for: below, a step's time is that of reading the weights, and hardly one sequence more or less
 LEAST = 16.0
 #: counts that are compared
@@ -75,9 +77,9 @@ class Tempo(msgspec.Struct):
     late: float = 0.0
 
     def judge(self, tpot_ms: float, promised_ms: float | None, tokens: float) -> None:
-        """One whole answer of so many tokens kept its promised pace, or did not: a long one says more than a short."""
+        """One whole answer of so many tokens kept its promised pace, or did not: a short one says less."""
         broken = promised_ms is not None and tpot_ms > promised_ms
-        weight = LATE_WEIGHT * min(LONG, tokens / max(1.0, self.output_tokens))
+        weight = LATE_WEIGHT * min(1.0, tokens / max(1.0, self.output_tokens))
         self.late += weight * (broken - self.late)
 
     def learn(
