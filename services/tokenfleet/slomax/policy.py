@@ -7,7 +7,7 @@ persists; relegation as in Niyama, arXiv:2503.22562). The room never stays empty
 how the answers travel and how shares come about (`fairness`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -63,6 +63,28 @@ def level(pool: Pool, instance: str, room: Room) -> Level:
     return left
 
 
+class Least(msgspec.Struct, frozen=True):
+    """The least that any of some holds needs, each number for itself: where that does not fit, none of them does."""
+
+    prefill_tokens: int
+    kv_tokens: int
+
+
+def least(waiting: Iterable[Held]) -> Least | None:
+    """What the smallest of these need; None: there are none."""
+    works = [held.work for held in waiting]
+    if not works:
+        return None
+    return Least(min(work.prefill_tokens for work in works), min(work.kv_tokens for work in works))
+
+
+def may_fit(least: Least | None, room: Level) -> bool:
+    """Whether a room could be large enough for any of them; `fits` says for whom it is."""
+    if least is None or room.sequences < 1 or least.kv_tokens > room.kv_tokens:
+        return False
+    return room.idle or least.prefill_tokens <= room.prefill_tokens
+
+
 def fits(held: Held, instance: str, room: Level, now_ms: float) -> bool:
     """Whether a hold can go into this room, and a failed release does not forbid it."""
     if not held.home_instance:
@@ -107,11 +129,12 @@ class Chooser(Protocol):
 def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) -> Choice:
     """The hold that should fill this room. Counts how often one that does not fit was passed."""
     if fleet.policy.admission == "none":
-        waiting = [held for held in pool.held.values() if not held.released and fits(held, instance, room, now_ms)]
-        first = min(waiting, key=lambda held: (held.received_unix_ms, held.request_id), default=None)
+        able = [held for held in pool.held.values() if not held.released and fits(held, instance, room, now_ms)]
+        first = min(able, key=lambda held: (held.received_unix_ms, held.request_id), default=None)
         return Choice(first, "fifo" if first is not None else _empty(pool))
-    if not any(fits(held, instance, room, now_ms) for held in pool.held.values() if not held.released):
-        large = any(_waits_for_idle(held, instance, room) for held in pool.held.values() if not held.released)
+    waiting = [held for held in pool.held.values() if not held.released]
+    if not may_fit(least(waiting), room) or not any(fits(held, instance, room, now_ms) for held in waiting):
+        large = any(_waits_for_idle(held, instance, room) for held in waiting)
         return Choice(None, "reserved" if large else _empty(pool))
     passed: dict[str, Held] = {}
     full = long_full(pool, instance, now_ms)

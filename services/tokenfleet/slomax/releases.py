@@ -83,11 +83,15 @@ class Releases(Desk):
             if not verdict.admitted:
                 self._refuse_held(key, held, verdict, now_ms)
                 return
+        # Where a newcomer does not fit, nothing has changed for those who wait already.
+        fresh = known is None
+        least = policy.least(held for held in ((held,) if fresh else pool.held.values()) if not held.released)
         for instance, room in list(pool.rooms.items()):
-            # Where a newcomer does not fit, nothing has changed for those who wait already.
-            fresh = known is None and room.answered
-            if not fresh or policy.fits(held, instance, policy.level(pool, instance, room), now_ms):
-                self._fill(key, instance, now_ms)
+            if room.answered:
+                left = policy.level(pool, instance, room)
+                if not policy.may_fit(least, left) or (fresh and not policy.fits(held, instance, left, now_ms)):
+                    continue
+            self._fill(key, instance, now_ms)
 
     def _new_held(self, message: PlacementHeld, known: Held | None, now_ms: float) -> Held:
         """A hold as its pool keeps it; held again at the same site, it keeps its place and what it has tried."""
