@@ -104,6 +104,8 @@ def release(fleet: Fleet, pool: Pool, held: Held, instance: str, number: int, no
     pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost_ms
     pool.changed = True
     held.released = number
+    pool.spare.see(now_ms, pool.any_late())
+    pool.spare.served_ms += held.own_ms if held.late else 0.0
     pool.pace.released(held.own_ms, now_ms, more=pool.waiting() > 0)
 
 

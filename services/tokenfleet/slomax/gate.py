@@ -4,6 +4,8 @@ Decides on values it is given: permission and residency (fail closed), quotas, t
 order what was let in is served.
 """
 
+from statistics import median
+
 import msgspec
 
 from tokenfleet.eligibility import (
@@ -15,15 +17,16 @@ from tokenfleet.eligibility import (
     zone_bound,
 )
 from tokenfleet.fleet import Fleet, Tenant
-from tokenfleet.slomax import quota, reserve
+from tokenfleet.slomax import policy, quota, reserve
 from tokenfleet.slomax.state import Held, Pool, State
 from tokenfleet_schemas.admission import REASONS
+from tokenfleet_schemas.placement import Work
 from tokenfleet_schemas.request import Ask
 
 #: a pool is saturated when what it holds waits so long: a queue of some milliseconds is how look-ahead works.
 #: Sheddable requests begin to be refused at half of it, each at its own point: no cliff
 SATURATED_MS = 1_000.0
-#: an optimistic wait over the one that the pool's pace predicts: one in ten is shorter
+#: an optimistic wait over the one that is predicted: one in ten is shorter
 OPTIMISTIC = 0.5
 
 
@@ -93,15 +96,66 @@ def _load(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> Verdict:
         return refusal(ask.request_id, "saturated", max(wait_ms, min(predicted_wait_ms(pool) for pool in busy)))
     if all(pool.count(ask.service_class) >= cls.max_held for pool in busy):
         return refusal(ask.request_id, "queue_full", wait_ms)
-    promise_ms = min((limit for limit in (ask.ttft_ms, ask.e2e_ms) if limit is not None), default=0.0)
-    if OPTIMISTIC * wait_ms <= promise_ms:
+    comers = [_newcomer(state, pool, ask, now_ms) for pool in busy]
+    if any(policy.would_keep(fleet, pool, one, now_ms) for pool, one in zip(busy, comers, strict=True)):
         return Verdict()
-    bound = zone_bound(fleet, ask.tenant, ask.model, ask.version)
-    reason = "residency_no_capacity" if bound else "saturated"
-    if OPTIMISTIC * wait_ms > ask.patience_ms:
+    late_ms = min(late_wait_ms(pool, one, now_ms) for pool, one in zip(busy, comers, strict=True))
+    if OPTIMISTIC * late_ms > ask.patience_ms:
         # It would be refused when its patience ends; said now, its client can go elsewhere.
+        bound = zone_bound(fleet, ask.tenant, ask.model, ask.version)
+        reason = "residency_no_capacity" if bound else "saturated"
         return refusal(ask.request_id, reason, wait_ms - ask.patience_ms)
     return Verdict()
+
+
+def _newcomer(state: State, pool: Pool, ask: Ask, now_ms: float) -> Held:
+    """A request at the door as the pool would hold it: as dear as those of its class that it holds, else as all.
+
+    Without a name, so that of equals it is the one that gives way.
+    """
+    alike = [held for held in pool.held.values() if held.service_class == ask.service_class] or [*pool.held.values()]
+    own_ms = ask.input_tokens * median(held.own_ms / max(1, _prompt_tokens(state, held)) for held in alike)
+    decode_tokens = median(held.work.decode_tokens for held in alike)
+    mine = state.open.get(ask.request_id)
+    came_ms = mine.received_ms if mine is not None else now_ms
+    tokens = int(decode_tokens if ask.output_budget_tokens is None else min(decode_tokens, ask.output_budget_tokens))
+    return Held(
+        request_id="",
+        gateway=ask.gateway,
+        entry=ask.entry,
+        tenant=ask.tenant,
+        service_class=ask.service_class,
+        attempt=0,
+        revision=0,
+        event="",
+        home_instance="",
+        work=Work(prefill_tokens=ask.input_tokens, decode_tokens=tokens, kv_tokens=ask.input_tokens + tokens),
+        own_ms=own_ms,
+        wait_ms=0.0,
+        deadline_ms=state.due_ms(ask, came_ms, tokens, None if ask.ttft_ms is None else came_ms + ask.ttft_ms),
+        patience_until_ms=came_ms + ask.patience_ms,
+        received_unix_ms=int(came_ms),
+        since_ms=now_ms,
+    )
+
+
+def _prompt_tokens(state: State, held: Held) -> int:
+    """A hold's whole prompt, also what of it is cached; what must be computed where its receipt was not heard."""
+    one = state.open.get(held.request_id)
+    return one.ask.input_tokens if one is not None else held.work.prefill_tokens
+
+
+def late_wait_ms(pool: Pool, newcomer: Held, now_ms: float) -> float:
+    """How long a request waits that cannot be on time: for those late ones that go before it, and its own turn, ms.
+
+    Late ones get what the others leave. How much that is, the pool has shown since they wait. Shorter ones go first,
+    but for those of a tenant that wants more than its part (`reserve`).
+    """
+    behind = pool.greedy if newcomer.tenant not in pool.greedy else ()
+    own_ms = newcomer.own_ms
+    pool.spare.see(now_ms, pool.any_late())
+    first = [held for held in pool.held.values() if held.late and held.own_ms <= own_ms and held.tenant not in behind]
+    return (sum(held.own_ms for held in first) + own_ms) / max(1e-6, pool.spare.rate(pool.pace.factor(len(pool.rooms))))
 
 
 def _without_room(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> list[Pool]:

@@ -7,6 +7,7 @@ persists; relegation as in Niyama, arXiv:2503.22562). The room never stays empty
 how the answers travel and how shares come about (`fairness`).
 """
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
@@ -267,6 +268,13 @@ def keep(fleet: Fleet, pool: Pool, timely: Sequence[Held], now_ms: float) -> dic
     return kept
 
 
+def would_keep(fleet: Fleet, pool: Pool, newcomer: Held, now_ms: float) -> bool:
+    """Whether a pool could have a newcomer on time, beside all of its backlog that it keeps (`keep`)."""
+    timely, _ = _queues(pool, now_ms)
+    insort(timely, newcomer, key=Held.key)
+    return newcomer.request_id in keep(fleet, pool, timely, now_ms)
+
+
 def _queues(pool: Pool, now_ms: float) -> tuple[list[Held], list[Held]]:
     """What waits for a release: those that can make their deadlines, in that order, and those that cannot."""
     timely: list[Held] = []
@@ -279,6 +287,7 @@ def _queues(pool: Pool, now_ms: float) -> tuple[list[Held], list[Held]]:
                 timely.append(held)
         late += [pool.held[entry[-1]] for entry in queue.late[:LOOK_MAX] if not pool.held[entry[-1]].released]
     timely.sort(key=Held.key)
+    pool.spare.see(now_ms, bool(late))
     return timely, late
 
 

@@ -7,7 +7,7 @@ from tokenfleet.effects import Note
 from tokenfleet.fleet import Fleet
 from tokenfleet.slomax import devices, fairness, gate, policy
 from tokenfleet.slomax.desk import Desk
-from tokenfleet.slomax.state import INFINITY, Bill, Held, Pool, PoolKey, Room, Tempo, Tried
+from tokenfleet.slomax.state import INFINITY, Bill, Held, Pool, PoolKey, Room, Tried
 from tokenfleet_schemas.placement import (
     PlacementAssigned,
     PlacementDeclined,
@@ -122,16 +122,12 @@ class Releases(Desk):
         return held
 
     def _deadline_ms(self, message: PlacementHeld, now_ms: float) -> float:
-        """When its first token is late: for itself, or because the whole answer then is; infinity: nothing is promised.
-
-        The time that the answer takes is its expected output at the pace of the model's answers.
-        """
-        due = INFINITY if message.slack_ms is None else now_ms + message.slack_ms
+        """See `State.due_ms`; TokenPilot knows what is left of the first token's time."""
+        first_ms = None if message.slack_ms is None else now_ms + message.slack_ms
         one = self.state.open.get(message.request_id)
-        if one is not None and one.ask.e2e_ms is not None:
-            tempo = self.state.tempos.get(message.model, Tempo())
-            due = min(due, one.received_ms + one.ask.e2e_ms - message.work.decode_tokens * tempo.tpot_ms)
-        return due
+        if one is None:
+            return INFINITY if first_ms is None else first_ms
+        return self.state.due_ms(one.ask, one.received_ms, message.work.decode_tokens, first_ms)
 
     def _give_back(self, pool: Pool, known: Held, message: PlacementHeld, held: Held, now_ms: float) -> None:
         """A release found too little room: it took nothing, and is not repeated for as little."""

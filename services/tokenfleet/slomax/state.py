@@ -27,6 +27,8 @@ TOMBSTONE_MS = 600_000.0
 DECODE_WEIGHT = 2.0
 #: what a tenant had at once counts half after this, ms
 PEAK_HALF_MS = 15_000.0
+#: what was served of late requests counts half after this; the pool's pace is believed as much as so long a wait, ms
+SPARE_HALF_MS, SPARE_PRIOR_MS = 30_000.0, 5_000.0
 
 
 class Open(msgspec.Struct):
@@ -206,6 +208,28 @@ class Pace(msgspec.Struct):
         return min(10.0, max(0.01, (self.spent_ms + weight_ms / max(1, instances)) / (self.own_ms + weight_ms)))
 
 
+class Spare(msgspec.Struct):
+    """How much a pool does of what is late anyway, beside what can be on time: over about the last half a minute."""
+
+    served_ms: float = 0.0
+    waited_ms: float = 0.0
+    at_ms: float = 0.0
+    #: something late waited at `at_ms`
+    waiting: bool = False
+
+    def see(self, now_ms: float, waiting: bool) -> None:
+        """Let time pass: whether anything late waits from now on."""
+        passed_ms = max(0.0, now_ms - self.at_ms)
+        kept = exp2(-passed_ms / SPARE_HALF_MS)
+        self.served_ms *= kept
+        self.waited_ms = kept * self.waited_ms + (passed_ms if self.waiting else 0.0)
+        self.at_ms, self.waiting = max(self.at_ms, now_ms), waiting
+
+    def rate(self, factor: float) -> float:
+        """Prefill of late requests per time, ms/ms; the pool's whole pace (`Pace.factor`) until they have waited."""
+        return (SPARE_PRIOR_MS / factor + self.served_ms) / (SPARE_PRIOR_MS + self.waited_ms)
+
+
 class Tempo(msgspec.Struct):
     """Mean time per output token that a model's answers had lately, ms."""
 
@@ -281,6 +305,7 @@ class Pool(msgspec.Struct):
     #: part of every class as feedback has moved it; empty: as configured
     shares: dict[str, float] = {}
     pace: Pace = msgspec.field(default_factory=Pace)
+    spare: Spare = msgspec.field(default_factory=Spare)
     #: instance → when the long prefill that was sent there should be over
     long_until_ms: dict[str, float] = {}
     #: class → when it last had anything here, held or not
@@ -340,6 +365,10 @@ class Pool(msgspec.Struct):
         queue.remove(held)
         held.late = True
         queue.add(held)
+
+    def any_late(self) -> bool:
+        """Whether anything waits that cannot make its deadline any more."""
+        return any(queue.late for queue in self.queues.values())
 
     def count(self, service_class: str) -> int:
         queue = self.queues.get(service_class)
@@ -414,6 +443,17 @@ class State(msgspec.Struct):
         if found is None:
             found = self.pools[key] = Pool()
         return found
+
+    def due_ms(self, ask: Ask, received_ms: float, decode_tokens: int, first_ms: float | None) -> float:
+        """When its first token is late: for itself (`first_ms`), or because the whole answer then is; infinity: never.
+
+        The time that the answer takes is its expected output at the pace of the model's answers.
+        """
+        due_ms = INFINITY if first_ms is None else first_ms
+        if ask.e2e_ms is not None:
+            tempo = self.tempos.get(ask.model, Tempo())
+            due_ms = min(due_ms, received_ms + ask.e2e_ms - decode_tokens * tempo.tpot_ms)
+        return due_ms
 
     def enter(self, request_id: str, key: PoolKey, account: str, now_ms: float, *, kv_tokens: int) -> None:
         """A request runs in a pool, on account of its tenant in its class."""

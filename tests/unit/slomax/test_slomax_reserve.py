@@ -112,9 +112,11 @@ class TestFlood:
         for site in "bc":
             for n in range(40):
                 ask = make_ask(f"{site}-{n}", tenant="ant", **LONG)
-                bench.feed(held(ask, site, slack_ms=90_000.0, predicted_own_ms=1_000.0))
+                bench.feed(held(ask, site, slack_ms=500.0, predicted_own_ms=1_000.0, patience_left_ms=90_000.0))
         bench.now_ms += 2_000
-        bench.feed(received(make_ask("ant-new", tenant="ant")), received(make_ask("bee-new", tenant="bee")))
+        bench.feed(
+            received(make_ask("ant-new", tenant="ant")), received(make_ask("bee-new", tenant="bee", ttft_ms=5_000.0))
+        )
         said = {one.ask.request_id: one for one in bench.of(AdmissionDecided)}
         assert said["ant-new"].reason == "saturated"
         for pool in bench.core.state.pools.values():
