@@ -250,7 +250,8 @@ class Board:
             0.5 if decoders > 0 else 0.0,
             per_token_ms,
             per_token_ms + pair_ms * pairs / max(1.0, prefill),
-            tpot_base + tpot_sequence * (decoders + 1.0) + tpot_kv * kv_read,
+            # Beside all that is booked, begun or not: they will decode beside it.
+            tpot_base + tpot_sequence * (load.sequences + foreign + 1.0) + tpot_kv * load.all_kv_tokens(),
             min(4, int(5.0 * decoders / max(1.0, sequences_max))),
             knobs.feedback_ms / per_token_ms,
         )

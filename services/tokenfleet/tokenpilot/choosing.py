@@ -67,7 +67,7 @@ class Choosing(Desk):
         longest = self._longest(pool, board, ahead, able, least)
         if longest is not None and not self._aged(waiting, least, board, now_ms):
             over |= asked.prefill_tokens > longest
-        situation.bound_tokens = self._bound_tokens(pool, board, waiting)
+        situation.bound, situation.bound_tokens = self._bound(pool, board, waiting)
         situation.burn_price = self._burn_price(pool, board)
         terms = situation.terms = self.scorer(situation, board, asked)
         roomy = able & ~over
@@ -193,19 +193,21 @@ class Choosing(Desk):
     def _mirror(self, board: Board, name: str, heard: Heard, now_ms: float) -> None:
         board.set(name, heard, self.state.load(name), self._model(name, heard), self.index.number(name), now_ms)
 
-    def _bound_tokens(self, pool: Pool | None, board: Board, waiting: Waiting) -> Column | None:
-        """Prefill that others have bound to each instance; None where nobody has."""
-        if pool is None or not pool.bound_tokens:
-            return None
-        column = np.zeros(len(board.names))
-        for name, tokens in pool.bound_tokens.items():
+    def _bound(self, pool: Pool | None, board: Board, waiting: Waiting) -> tuple[Column | None, Column | None]:
+        """How many others are bound to each instance, and their prefill; None where nobody is."""
+        if pool is None or not pool.bound:
+            return None, None
+        counts, tokens = np.zeros(len(board.names)), np.zeros(len(board.names))
+        for name, count in pool.bound.items():
             row = board.row.get(name)
             if row is not None:
-                column[row] = tokens
+                counts[row], tokens[row] = count, pool.bound_tokens[name]
         held = waiting.held
         if held is not None and held.bound and held.home_instance in board.row:
-            column[board.row[held.home_instance]] -= held.work.prefill_tokens
-        return column
+            row = board.row[held.home_instance]
+            counts[row] -= 1
+            tokens[row] -= held.work.prefill_tokens
+        return counts, tokens
 
     def _work_ms(self, instance: str, work: Work) -> float:
         """Engine time of a prefill by itself, ms; 0 where nothing is known of the instance."""
@@ -237,7 +239,8 @@ class Choosing(Desk):
         residual = self.state.residuals.get(model.key)
         said_ms = physics_ms * (1.0 + residual.means[at]) if residual is not None and residual.helps else physics_ms
         rtt_ms = (self.fleet.rtt_ms(entry, self.site) or 0.0) if entry else 0.0
-        per_token = tpot_features(decoding, kv_read, ahead + own)
+        beside = float(load.sequences + load.foreign_sequences)
+        per_token = tpot_features(beside, load.all_kv_tokens(), ahead + own)
         delay_ms = model.ttft.coefficients()[0] + rtt_ms / 2
         stale = now_ms - load.booked_ms > self.knobs.retry_ms
         return Forecast(features, physics_ms, said_ms, at, per_token, rtt_ms, delay_ms, stale)

@@ -29,6 +29,9 @@ from tokenfleet_schemas.request import Ask
 Lack = Literal["", "sequences", "kv_tokens", "prefill_tokens", "newcomer"]
 
 
+#: standard deviation of a pace around what is predicted, as a part of what is promised (predictions, and the batch that
+#: changes while an answer goes on); and the slope of the logistic function that is next to the normal distribution's
+PACE_SPREAD, LOGISTIC = 0.15, 1.702
 #: learned costs closer than this share are alike
 _ALIKE = 0.03
 
@@ -123,6 +126,8 @@ class Situation(msgspec.Struct):
     left: Column | None = None
     #: prefill of others that waits for each instance's room and for no other; None: nobody's
     bound_tokens: Column | None = None
+    #: and how many they are
+    bound: Column | None = None
     terms: dict[str, Column] = {}
     able_rows: Mask = np.zeros(0, np.bool_)
     roomy_rows: Mask = np.zeros(0, np.bool_)
@@ -239,8 +244,8 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
 
     J = wait + own + kv + (mu + w N) own, where mu grows with the load of the pool (`Situation.burn_price`) and N counts
     the sequences there: a prefill delays all of them. Time by which the first token (with the class's margin) would be
-    late costs extra, as much as compute where another would be in time; time by which each token would be late costs
-    once more. The time to the first token is the predictor's, from the prefill ahead as it must be by now.
+    late costs extra, as much as compute where another would be in time. A broken pace costs a part of the answer's time,
+    by its probability. The time to the first token is the predictor's, from the prefill ahead as it must be by now.
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens
@@ -262,6 +267,9 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         ttft_ms = ttft_ms * (1.0 + situation.residual[buckets(board, ahead)])
     burnt_ms = own * board.per_token_ms + board.pair_ms * own_pairs
     tpot_ms = board.tpot_alone_ms + board.tpot_prefill_ms * (left + own) / SPREAD_TOKENS
+    if situation.bound is not None:
+        # Who is bound there will be in its batch as those are that are there already: otherwise all take the emptiest.
+        tpot_ms = tpot_ms + situation.bound * (board.tpot_sequence_ms + board.tpot_kv_ms * asked.kv_tokens)
     stay_ms = situation.decode_tokens * tpot_ms
     own_ms = np.minimum(board.delay_ms + burnt_ms, ttft_ms)
     wait_ms = ttft_ms - own_ms
@@ -286,9 +294,13 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
             # Late everywhere, it is late: then nobody's cache is worth less for it.
             cost_ms = cost_ms + (knobs.late_price if late < len(late_ms) else 1.0) * late_ms
     if ask.tpot_ms is not None:
-        slow_ms = np.maximum(0.0, tpot_ms - ask.tpot_ms)
-        if np.count_nonzero(slow_ms):
-            cost_ms = cost_ms + situation.decode_tokens * slow_ms
+        beyond = (tpot_ms / ask.tpot_ms - 1.0) * (1.0 / PACE_SPREAD)
+        near = beyond > -3.0
+        if np.count_nonzero(near):
+            # Broken it is broken: beyond that a slower pace costs nothing, else all that are slow anyway would wait
+            # for whichever is least so.
+            broken = 1.0 / (1.0 + np.exp(-LOGISTIC * np.minimum(beyond, 3.0)))
+            cost_ms = cost_ms + knobs.pace_price * situation.decode_tokens * ask.tpot_ms * broken
     idle = situation.now_ms - board.booked_ms > knobs.retry_ms
     if np.count_nonzero(idle):
         # Slow is what it was when it last got something. One request that would be on time even so sees it as its

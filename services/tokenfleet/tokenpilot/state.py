@@ -30,8 +30,11 @@ NO_INSTANCE = "instance"
 INFINITY = float("inf")
 #: first tokens between two changes of the look-ahead, and the longest time between two that says anything of it, ms
 FED_MIN, LONGEST_MS = 5, 10_000.0
-#: sequences that must decode for the KV gauge to say what a booked token occupies, and the least that is believed
-KV_SAMPLES, KV_SCALE_MIN = 4, 0.6
+#: sequences that must decode for the KV gauge to say what a booked token occupies; the least that is believed of what
+#: has not begun, which may share nothing, and of what decodes
+KV_SAMPLES, KV_SCALE_MIN, KV_SHARE_MIN = 4, 0.6, 0.05
+#: weight of a gauge that is lower than what is believed: a higher one is believed at once
+KV_WEIGHT = 0.2
 #: a new incarnation is seen as any other after so many first tokens, or so long, ms
 WARM_TOKENS, WARM_MS = 8, 10_000.0
 
@@ -131,8 +134,10 @@ class Load(msgspec.Struct):
     #: bookings with a first token, and their part of the KV tokens
     decoding: int = 0
     decoding_kv_tokens: int = 0
-    #: what a booked KV token really occupies: sequences share blocks, and are not at their full length yet
+    #: what a booked KV token is really read as, and occupies before it has begun: sequences are not at their full length
+    #: yet; and what those that decode occupy of theirs: they share blocks too, most of them where prompts begin alike
     kv_scale: float = 1.0
+    kv_share: float = 1.0
     #: last samples of sequences and KV tokens that are not ours
     foreign: list[tuple[int, float]] = []
     #: learned time per output token, ms; None: nothing learned
@@ -217,8 +222,12 @@ class Load(msgspec.Struct):
 
     @property
     def kv_tokens_expected(self) -> float:
-        """KV tokens that our bookings occupy, as the engine's gauge has shown of earlier ones."""
-        return self.kv_tokens * self.kv_scale
+        """KV tokens that our bookings occupy, as the engine's gauge has shown of those that decode."""
+        return (self.kv_tokens - self.decoding_kv_tokens) * self.kv_scale + self.decoding_kv_tokens * self.kv_share
+
+    def all_kv_tokens(self) -> float:
+        """KV tokens that the decodes of a step will read once all that is booked has begun."""
+        return self.kv_tokens * self.kv_scale + self.foreign_kv_tokens
 
     def sample(self, report: CapacityReported) -> None:
         """Fold a report's load: what our bookings do not explain is foreign. An unknown sample teaches nothing."""
@@ -231,8 +240,9 @@ class Load(msgspec.Struct):
             tokens = max(0.0, used - self.kv_tokens)
             if self.decoding >= KV_SAMPLES:
                 # Too high while somebody prefills, never too low: only who has a first token is surely in the gauge.
-                share = min(1.0, max(KV_SCALE_MIN, used / self.decoding_kv_tokens))
-                self.kv_scale += 0.2 * (share - self.kv_scale)
+                share = min(1.0, max(KV_SHARE_MIN, used / self.decoding_kv_tokens))
+                self.kv_scale += KV_WEIGHT * (max(KV_SCALE_MIN, share) - self.kv_scale)
+                self.kv_share = max(share, self.kv_share + KV_WEIGHT * (share - self.kv_share))
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
 
 
