@@ -262,6 +262,107 @@ def test_look_ahead_grows_where_the_engine_runs_dry_and_shrinks_again() -> None:
     assert feed(50 * knobs.lookahead_patience, 200.0, starved=False) == 1.0
 
 
+# ------------------------------------------------------------------------------------------- many at a slow pace
+
+
+def test_kv_that_sessions_share_holds_nobody_back() -> None:
+    """Agents began alike for 24,000 of 30,000 tokens; requests were held for KV that no engine was short of."""
+    p = pilot(1, kv_tokens=20_000)
+    for n in range(60):
+        p.start(only(p.request(f"r{n}", output_budget_tokens=20), PlacementAssigned))
+        p.report("b-0", running=n + 1, waiting=0, kv_usage=(800 + 100 * n) / 20_000)
+    load = p.core.state.load("b-0")
+    assert load.kv_tokens > 3 * 20_000, "as if each had all of its own"
+    assert load.kv_tokens_expected < 10_000
+
+
+def test_kv_that_is_not_shared_any_more_is_believed_at_once() -> None:
+    """What sessions share was learned over minutes; unlearned as slowly, an engine is filled until it recomputes."""
+    p = pilot(1, kv_tokens=20_000)
+    for n in range(16):
+        p.start(only(p.request(f"r{n}", output_budget_tokens=20), PlacementAssigned))
+        p.report("b-0", running=n + 1, waiting=0, kv_usage=(800 + 100 * n) / 20_000)
+    shared = p.core.state.load("b-0").kv_share
+    p.report("b-0", running=16, waiting=0, kv_usage=0.8)
+    load = p.core.state.load("b-0")
+    assert shared < 0.5
+    assert load.kv_tokens_expected >= 16_000
+    only(p.request("more", input_tokens=4_500, output_budget_tokens=20), PlacementHeld)
+
+
+def test_who_shares_is_not_known_of_those_that_have_not_begun() -> None:
+    """A hundred sessions share their beginning; a burst of prompts that share nothing was booked as if it did."""
+    p = pilot(1, kv_tokens=20_000, token_budget=1 << 20)
+    for n in range(16):
+        p.start(only(p.request(f"r{n}", output_budget_tokens=20), PlacementAssigned))
+        p.report("b-0", running=n + 1, waiting=0, kv_usage=(800 + 100 * n) / 20_000)
+    before = p.core.state.load("b-0").kv_tokens_expected
+    only(p.request("burst", input_tokens=10_000, output_budget_tokens=20), PlacementAssigned)
+    assert p.core.state.load("b-0").kv_tokens_expected >= before + 0.6 * 10_000
+
+
+def remembered(p: Pilot, name: str, tokens: int, seed: int) -> None:
+    """A prompt that only one instance has computed."""
+    others = tuple(other for other in p.engines if other != name)
+    first = only(p.request(f"warm {name}", excluded=others, **chained(tokens, seed)), PlacementAssigned)
+    p.start(first)
+    p.finish(first)
+
+
+def test_the_pace_is_what_it_will_be_when_all_have_begun() -> None:
+    """Only decoding sequences counted: the next ones all went where few decoded and twenty were about to."""
+    p = pilot(2, token_budget=1 << 16)
+    for name, seed in (("b-0", 1), ("b-1", 2)):
+        remembered(p, name, 15_008, seed)
+    for n in range(20):
+        assert only(p.request(f"soon{n}", **chained(15_024, 1)), PlacementAssigned).instance == "b-0"
+    for n in range(6):
+        one = only(p.request(f"runs{n}", **chained(15_024, 2)), PlacementAssigned)
+        assert one.instance == "b-1"
+        p.start(one)
+    request, waiting = _peek(p, "next")
+    request = msgspec.structs.replace(request, ask=msgspec.structs.replace(request.ask, tpot_ms=45, input_tokens=20))
+    terms = {one.name: one.terms for one in p.core._consider(request, waiting, p.now_ms)[1]}
+    assert terms["b-0"]["tpot_ms"] > 60 > 45 > terms["b-1"]["tpot_ms"] > 35
+    assert terms["b-0"]["cost_ms"] > terms["b-1"]["cost_ms"]
+
+
+def test_those_that_wait_for_an_instance_are_in_its_batch() -> None:
+    """Sixteen waited for the instance with the fewest decodes, each as if it were the only one; others stood idle."""
+    p = pilot(2, token_budget=2048)
+    remembered(p, "b-0", 15_008, 1)
+    for name in p.engines:
+        others = tuple(other for other in p.engines if other != name)
+        only(p.request(f"busy {name}", input_tokens=6_000, excluded=others), PlacementAssigned)
+    paces = []
+    for n in range(6):
+        held = only(p.request(f"r{n}", ttft_ms=60_000, tpot_ms=200, **chained(16_016, 1)), PlacementHeld)
+        assert held.bound
+        assert held.home_instance == "b-0"
+        candidates = p.core._consider(*_peek(p, "next"), p.now_ms)[1]
+        paces.append({one.name: one.terms["tpot_ms"] for one in candidates})
+    assert [one["b-1"] for one in paces] == pytest.approx([paces[0]["b-1"]] * 6)
+    steps = np.diff([one["b-0"] for one in paces])
+    assert steps == pytest.approx([steps[0]] * 5)
+    assert steps[0] > 0.2, "0.1 ms for the sequence and 0.15 ms for its thousand tokens"
+
+
+def test_where_all_are_slow_nobody_waits_for_the_least_slow() -> None:
+    """Each answer cost what it came too slowly, without end: 5 ms a token outweighed seconds of waiting elsewhere."""
+    p = pilot(2, token_budget=1 << 16)
+    for n in range(40):
+        for name, tokens in (("b-0", 5_000), ("b-1", 1_500)):
+            others = tuple(other for other in p.engines if other != name)
+            p.start(only(p.request(f"{name} {n}", input_tokens=tokens, excluded=others), PlacementAssigned))
+    only(p.request("queue", input_tokens=14_000, excluded=("b-0",)), PlacementAssigned)
+    request, waiting = _peek(p, "next")
+    request = msgspec.structs.replace(request, ask=msgspec.structs.replace(request.ask, tpot_ms=20, ttft_ms=60_000))
+    terms = {one.name: one.terms for one in p.core._consider(request, waiting, p.now_ms)[1]}
+    assert terms["b-0"]["tpot_ms"] - 4 > terms["b-1"]["tpot_ms"] > 2 * 20, "both are, one less so"
+    assert terms["b-1"]["wait_ms"] > 1000 > terms["b-0"]["wait_ms"]
+    assert terms["b-0"]["cost_ms"] < terms["b-1"]["cost_ms"]
+
+
 # --------------------------------------------------------------------------------------------- columns
 
 
