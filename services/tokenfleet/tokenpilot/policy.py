@@ -244,8 +244,9 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
 
     J = wait + own + kv + (mu + w N) own, where mu grows with the load of the pool (`Situation.burn_price`) and N counts
     the sequences there: a prefill delays all of them. Time by which the first token (with the class's margin) would be
-    late costs extra, as much as compute where another would be in time. A broken pace costs a part of the answer's time,
-    by its probability. The time to the first token is the predictor's, from the prefill ahead as it must be by now.
+    late costs extra, as much as compute where another would be in time. A broken pace costs a part of the promised
+    time, by its probability. The time to the first token is the predictor's, from the prefill ahead as it must be by
+    now.
     """
     knobs, ask = situation.knobs, situation.request.ask
     own, hit = asked.prefill_tokens, asked.hit_tokens

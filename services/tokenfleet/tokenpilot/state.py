@@ -134,8 +134,8 @@ class Load(msgspec.Struct):
     #: bookings with a first token, and their part of the KV tokens
     decoding: int = 0
     decoding_kv_tokens: int = 0
-    #: what a booked KV token is really read as, and occupies before it has begun: sequences are not at their full length
-    #: yet; and what those that decode occupy of theirs: they share blocks too, most of them where prompts begin alike
+    #: what a booked KV token is really read as, and occupies before it has begun: sequences are not at their full
+    #: length yet; and what those that decode occupy of theirs: they share blocks too, where prompts begin alike
     kv_scale: float = 1.0
     kv_share: float = 1.0
     #: last samples of sequences and KV tokens that are not ours
