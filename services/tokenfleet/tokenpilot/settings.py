@@ -57,7 +57,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     #: price of being late on an instance while another would be in time, in the time that it is late
     late_price: float = 5.0
     #: price of an answer that comes more slowly than promised, in the time that it was promised to take
-    pace_price: float = 0.05
+    pace_price: float = 0.1
     #: an instance that has become slow and got nothing for so long is tried again with one request, ms
     retry_ms: float = 10_000.0
     #: whether long prefills leave room for short ones on some instances (`tokenpilot.lanes`)
