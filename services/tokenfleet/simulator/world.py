@@ -114,7 +114,7 @@ class Entry:
             self.node.perform(self.core.refused(ask, "gateway_full", now_ms, received_ms=now_ms))
             return
         self.node.perform(self.core.open(ask, now_ms))
-        world.loop.at(now_ms + world.scenario.info.client_timeout_s * 1000.0, self._give_up, ask.request_id)
+        world.give_ups.at(now_ms + world.scenario.info.client_timeout_s * 1000.0, self._give_up, ask.request_id)
 
     def _ask(self, arrival: Arrival, now_ms: float) -> Ask:
         fleet = self.world.fleet
@@ -326,6 +326,8 @@ class World:
         if scenario.scaling.kind != "none":
             self.fleet = scaled(self.fleet, scenario.scaling)
         self.loop = Loop()
+        #: when clients lose patience
+        self.give_ups = self.loop.row()
         self.zero_ms = ZERO_MS
         self.bus = Bus(self.loop, self.fleet, scenario.bus, scenario.hub, seed=seed)
         self.arrivals = draw(scenario, seed) if arrivals is None else arrivals
@@ -353,9 +355,10 @@ class World:
         #: who starts and stops replicas, if anybody does
         self.scaling = Scaling(self) if scenario.scaling.kind != "none" else None
         self._start_agents()
+        row = self.loop.row()
         for arrival in self.arrivals:
             if not arrival.follows:
-                self.loop.at(self.zero_ms + arrival.at_ms, self._arrive, arrival)
+                row.at(self.zero_ms + arrival.at_ms, self._arrive, arrival)
         plan_faults(self)
         if choice.frozen_s is not None:
             self.loop.at(self.zero_ms + 1000.0 * choice.frozen_s, self._freeze)

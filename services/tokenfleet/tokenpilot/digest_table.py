@@ -22,9 +22,9 @@ _LEAST_BITS = 6
 _FULL = 0.6
 #: entries over places below which the table shrinks
 _SPARSE = 0.1
-#: places that are looked at together
-_WINDOW = 6
-_STEPS = np.arange(_WINDOW)
+_SPREAD_EACH = np.uint64(_SPREAD)
+#: so many that did not find their first place free are looked for one by one; more, all at once
+_FEW = 48
 
 
 class DigestTable:
@@ -72,15 +72,22 @@ class DigestTable:
         found[places < 0] = 0
         return found
 
+    def claimed(self, places: Places) -> Numbers:
+        """`at` for places that `claim` said: none of them is missing."""
+        return self._numbers[places]
+
     def put(self, digests: Digests, numbers: Numbers | int) -> None:
         """Set the numbers (not 0) of digests of which none occurs twice."""
         self.write(self.claim(digests), numbers)
 
     def write(self, places: Places, numbers: Numbers | int) -> None:
         """Set the numbers at places that `find` or `claim` said, if nothing was put since; 0 forgets the digest."""
-        before = int(np.count_nonzero(self._numbers[places]))
+        self._count -= int(np.count_nonzero(self._numbers[places]))
         self._numbers[places] = numbers
-        self._count += int(np.count_nonzero(self._numbers[places])) - before
+        if isinstance(numbers, int):
+            self._count += len(places) if numbers else 0
+        else:
+            self._count += int(np.count_nonzero(numbers))
         if self._bits > _LEAST_BITS and self._count < _SPARSE * len(self._keys):
             self._renew(0)
 
@@ -102,41 +109,84 @@ class DigestTable:
     def find(self, digests: Digests) -> Places:
         """Place of each; -1: not there."""
         keys = _keys(digests)
-        places, there, mask = self._window(keys)
-        same = there == keys[:, None]
-        found: Places = np.where(same.any(1), (places + same.argmax(1)) & mask, -1)
-        # Nearly all are decided within a few places; an empty one ends the search.
-        left = np.flatnonzero((found < 0) & ~(there == _EMPTY).any(1))
-        places = (places + _WINDOW) & mask
-        while left.size:
-            at = places[left]
-            key = self._keys[at]
-            hit = key == keys[left]
-            found[left[hit]] = at[hit]
-            left = left[~hit & (key != _EMPTY)]
-            places[left] = (places[left] + 1) & mask
-        return found
+        places = self._first(keys)
+        there = self._keys[places]
+        missed = there != keys
+        if not np.count_nonzero(missed):
+            return places
+        left = (missed & (there != _EMPTY)).nonzero()[0]
+        at = places[left]
+        places[missed] = -1
+        if len(left) > _FEW:
+            mask = len(self._keys) - 1
+            while left.size:
+                at = (at + 1) & mask
+                there, wanted = self._keys[at], keys[left]
+                hit = there == wanted
+                places[left[hit]] = at[hit]
+                going = ~hit & (there != _EMPTY)
+                left, at = left[going], at[going]
+            return places
+        for n, key, place in zip(left.tolist(), keys[left].tolist(), at.tolist(), strict=True):
+            found, there_now = self._seek(key, place)
+            if there_now:
+                places[n] = found
+        return places
 
     def claim(self, digests: Digests) -> Places:
         """Place of each, made where it is not there; none may occur twice."""
         keys = _keys(digests)
         if self._used + len(keys) > _FULL * len(self._keys):
             self._renew(len(keys))
-        places, there, mask = self._window(keys)
-        good = (there == keys[:, None]) | (there == _EMPTY)
-        places = (places + np.where(good.any(1), good.argmax(1), _WINDOW)) & mask
-        left = np.flatnonzero(self._keys[places] != keys)
+        places = self._first(keys)
+        there = self._keys[places]
+        empty = there == _EMPTY
+        made = int(np.count_nonzero(empty))
+        if made:
+            # Of several that want one empty place the last gets it; the others look on.
+            self._keys[places[empty]] = keys[empty]
+            there = self._keys[places]
+        left = (there != keys).nonzero()[0]
+        self._used += made
+        if not left.size:
+            return places
+        self._used -= int(np.count_nonzero(empty[left]))
+        if len(left) > _FEW:
+            self._claim_on(keys, places, left)
+            return places
+        for n, key, place in zip(left.tolist(), keys[left].tolist(), places[left].tolist(), strict=True):
+            found, there_now = self._seek(key, place)
+            if not there_now:
+                self._key_at[found] = key
+                self._used += 1
+            places[n] = found
+        return places
+
+    def _seek(self, key: int, place: int) -> tuple[int, bool]:
+        """Of one that is not at this place: where it is, or the empty place where it would be."""
+        mask, key_at = (1 << self._bits) - 1, self._key_at
+        while True:
+            place = (place + 1) & mask
+            found = key_at[place]
+            if found == key:
+                return place, True
+            if found == _EMPTY:
+                return place, False
+
+    def _claim_on(self, keys: Digests, places: Places, left: Places) -> None:
+        """Of many that did not get their first place, the next that is theirs."""
+        mask = len(self._keys) - 1
+        places[left] = (places[left] + 1) & mask
+        left = self._found_meanwhile(keys, places, left)
         while left.size:
             at = places[left]
             empty = self._keys[at] == _EMPTY
-            # Of several that want one empty place the last gets it; the others look on.
             self._keys[at[empty]] = keys[left[empty]]
             lost = self._keys[at] != keys[left]
             self._used += len(left) - int(np.count_nonzero(lost))
             left = left[lost]
             places[left] = (places[left] + 1) & mask
             left = self._found_meanwhile(keys, places, left)
-        return places
 
     def _found_meanwhile(self, keys: Digests, places: Places, left: Places) -> Places:
         """Of those that look on, the ones that have not come to their own place yet."""
@@ -151,11 +201,10 @@ class DigestTable:
         lost: Places = left[self._keys[places[left]] != keys[left]]
         return lost
 
-    def _window(self, keys: Digests) -> tuple[Places, Digests, int]:
-        """First place of each key, and what is there and in the places after it."""
-        mask = len(self._keys) - 1
-        places = ((keys * np.uint64(_SPREAD)) >> self._shift).astype(np.intp)
-        return places, self._keys[(places[:, None] + _STEPS) & mask], mask
+    def _first(self, keys: Digests) -> Places:
+        """First place of each key."""
+        found: Places = ((keys * _SPREAD_EACH) >> self._shift).view(np.int64)  # far below 2**63
+        return found
 
     def _renew(self, more: int) -> None:
         keys, numbers = self.entries()
@@ -167,4 +216,6 @@ class DigestTable:
 
 
 def _keys(digests: Digests) -> Digests:
+    if np.count_nonzero(digests) == len(digests):
+        return digests
     return np.where(digests == _EMPTY, np.uint64(1), digests)

@@ -30,6 +30,8 @@ _SETS_MAX = 65_536
 #: a batch is lengthened up to so many digests; batches are numbered anew from here
 _BATCH_MAX = 512
 _NUMBER_MAX = (1 << 28) - 1
+#: chunks by the last four bits of an entry of `_Use.last`
+_CHUNKS = np.array([0, *(1 << size for size in range(15))], np.int64)
 
 
 def chain_of(data: bytes) -> Chain:
@@ -57,7 +59,7 @@ class _Use:
         if self.number >= _NUMBER_MAX:
             self._number_anew()
         places = self.last.claim(digests)
-        before = self.last.at(places)
+        before = self.last.claimed(places)
         if self._joins(digests, before):
             self.batches[-1] = self.number, np.concatenate([self.batches[-1][1], digests])
         else:
@@ -65,9 +67,12 @@ class _Use:
             self.batches.append((self.number, digests))
         self.last.write(places, (self.number << 4) + stride.bit_length())
         self.logged += len(digests)
-        self.chunks += stride * len(digests) - int(_chunks(before).sum())
+        self.chunks += stride * len(digests)
         if self.logged > 2 * len(self.last) + 1024:
             self._compact()
+        if not np.count_nonzero(before):
+            return digests
+        self.chunks -= int(_chunks(before).sum())
         new: Chain = digests[before == 0]
         return new
 
@@ -121,8 +126,7 @@ class _Use:
 
 def _chunks(numbers: Numbers) -> npt.NDArray[np.int64]:
     """Chunks that entries of `_Use.last` stand for; 0 for what is not there."""
-    sizes = (numbers & 15).astype(np.int64)
-    return np.where(sizes > 0, 1 << np.maximum(sizes - 1, 0), 0)
+    return _CHUNKS[numbers & 15]
 
 
 class PrefixIndex:
@@ -244,7 +248,7 @@ class PrefixIndex:
         bit = 1 << self.number(instance)
         if new.size:
             places = self._postings.claim(new)
-            self._postings.write(places, self._changed(self._postings.at(places), bit, True))
+            self._postings.write(places, self._changed(self._postings.claimed(places), bit, True))
 
     def _take(self, digests: Chain, bit: int) -> None:
         if not digests.size:
@@ -254,14 +258,17 @@ class PrefixIndex:
 
     def _changed(self, numbers: Numbers, bit: int, holds: bool) -> Numbers:
         """Numbers of the same sets with one instance more, or less."""
-        first = numbers[0]
-        if (numbers == first).all():
-            distinct, which = numbers[:1], np.zeros(len(numbers), np.intp)
+        first = numbers.item(0)
+        if np.count_nonzero(numbers == first) == len(numbers):
+            distinct, which = [first], None
         else:
-            distinct, which = np.unique(numbers, return_inverse=True)
-        changed = [self._sets[n] | bit if holds else self._sets[n] & ~bit for n in distinct.tolist()]
+            found, which = np.unique(numbers, return_inverse=True)
+            distinct = found.tolist()
+        changed = [self._sets[n] | bit if holds else self._sets[n] & ~bit for n in distinct]
         if len(self._sets) > self._sets_max:
             self._fewer_sets()
+        if which is None:
+            return np.full(len(numbers), self._set_number(changed[0]), np.uint32)
         return np.array([self._set_number(bits) for bits in changed], np.uint32)[which]
 
     def _set_number(self, bits: int) -> int:
@@ -284,8 +291,7 @@ class PrefixIndex:
 
 def _once(digests: Chain) -> Chain:
     """Each digest at its first place: whoever says one twice must not count for two."""
-    ordered = np.sort(digests)
-    if not (ordered[1:] == ordered[:-1]).any():
+    if len(set(digests.tolist())) == len(digests):
         return digests
     _, first = np.unique(digests, return_index=True)
     return digests[np.sort(first)]
