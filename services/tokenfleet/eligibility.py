@@ -6,7 +6,7 @@ to know load, cost and who asks: FleetMind ranks what is left, SLOMax and the ga
 is silent. Unknown is never ready: an instance without a version, without a report or with an old one is out.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
@@ -85,6 +85,8 @@ class CapacityView(msgspec.Struct, dict=True):
         self._rosters: dict[_Kind, Roster] = {}
         self._rosters_of: Fleet | None = None
         self._kinds: dict[str, list[_Kind]] = {}
+        #: by kind without its site: (since, until, site → roster), until the next report
+        self._everywhere: dict[tuple[str, str, str, str], tuple[float, float, dict[str, Roster]]] = {}
 
     def fold(self, report: CapacityReported, now_ms: float) -> bool:
         """Take a report in; False for one of nobody, and for a redelivery, which makes no old sample fresh again."""
@@ -98,6 +100,7 @@ class CapacityView(msgspec.Struct, dict=True):
         if report.site in self._kinds:
             for kind in self._kinds.pop(report.site):
                 del self._rosters[kind]
+            self._everywhere.clear()
         return True
 
     def renew(self, now_ms: float) -> None:
@@ -117,6 +120,18 @@ class CapacityView(msgspec.Struct, dict=True):
     def _forget_rosters(self) -> None:
         self._rosters.clear()
         self._kinds.clear()
+        self._everywhere.clear()
+
+    def rosters(self, fleet: Fleet, ask: Ask, now_ms: float) -> dict[str, Roster]:
+        """`roster` of every site of the fleet file, to be read only."""
+        kind = (ask.model, ask.version, ask.adapter, ask.entry_zone)
+        found = self._everywhere.get(kind)
+        if found is not None and self._rosters_of is fleet and found[0] <= now_ms <= found[1]:
+            return found[2]
+        made = {site: self.roster(fleet, ask, site, now_ms) for site in fleet.sites}
+        until_ms = min((roster.until_ms for roster in made.values()), default=now_ms)
+        self._everywhere[kind] = now_ms, until_ms, made
+        return made
 
     def roster(self, fleet: Fleet, ask: Ask, site: str, now_ms: float) -> Roster:
         """Who can take this request at a site if nobody is excluded, found once per report and kind of request.
@@ -222,15 +237,38 @@ def allowed_ready_sites(
 
     The second part names every site that was considered, with the reason of those that are out (`site_out`).
     """
-    out = set(excluded)
     sites: list[str] = []
     considered: list[Considered] = []
-    for site in fleet.home_order(ask.entry, ask.model):
-        why = site_out(fleet, view, ask, site, now_ms, out)
+    for site, why in sites_out(fleet, view, ask, now_ms, excluded):
         considered.append(Considered(name=site, out=why))
         if not why:
             sites.append(site)
     return tuple(sites), tuple(considered)
+
+
+def sites_out(
+    fleet: Fleet, view: CapacityView, ask: Ask, now_ms: float, excluded: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """What `site_out` says of each site, home sites of the request's entry first in their order, then the nearest."""
+    if excluded:
+        out = set(excluded)
+        for site in fleet.home_order(ask.entry, ask.model):
+            yield site, site_out(fleet, view, ask, site, now_ms, out)
+        return
+    rosters = view.rosters(fleet, ask, now_ms)
+    for site, denial in _denials(fleet, ask.tenant, ask.model, ask.entry):
+        yield site, denial or ("" if rosters[site] else rosters[site].why)
+
+
+def _denials(fleet: Fleet, tenant: str, model: str, entry: str) -> tuple[tuple[str, str], ...]:
+    """Sites in the order of an entry, each with `Fleet.site_denial`."""
+    known: dict[tuple[str, str, str], tuple[tuple[str, str], ...]] = fleet.__dict__.setdefault("denials", {})
+    found = known.get((tenant, model, entry))
+    if found is None:
+        found = tuple((site, fleet.site_denial(tenant, model, site)) for site in fleet.home_order(entry, model))
+        if tenant in fleet.tenants and model in fleet.models and entry in fleet.sites:  # others' names would add up
+            known[tenant, model, entry] = found
+    return found
 
 
 def permitted_sites(fleet: Fleet, tenant: str, model: str) -> tuple[str, ...]:

@@ -128,6 +128,9 @@ def rtt_ms(fleet: Fleet, state: State, one: str, other: str, now_ms: float) -> f
     """Round trip between two sites, ms, by whichever end measured it last."""
     if one == other:
         return 0.0
+    if not state.paths:  # nobody probes
+        declared = fleet.rtt_ms(one, other)
+        return UNKNOWN_RTT_MS if declared is None else declared
     there, back = state.paths.get((one, other)), state.paths.get((other, one))
     path = there if back is None or (there is not None and there.heard_ms >= back.heard_ms) else back
     return path_rtt_ms(path, fleet.rtt_ms(one, other), now_ms)
@@ -138,6 +141,8 @@ def bytes_per_s(state: State, to: str, of: str, now_ms: float) -> float:
 
     What was measured long ago makes no path faster than one of which nobody knows anything.
     """
+    if not state.paths:
+        return UNKNOWN_BYTES_PER_S
     for path in (state.paths.get((to, of)), state.paths.get((of, to))):
         if path is not None and path.bytes_per_s:
             known = max(1.0, path.bytes_per_s)
@@ -169,7 +174,7 @@ def shares(site: Site) -> dict[str, float]:
     if pool.sequences_max:
         terms["sequences"] = site.there / pool.sequences_max
     if pool.kv_total:
-        terms["kv"] = max(pool.kv_used, float(load.booked_kv_tokens) if load is not None else 0.0) / pool.kv_total
+        terms["kv"] = kv_taken(pool, load) / pool.kv_total
     if load is not None and pool.rate:
         terms["prefill"] = site.backlog_tokens / (pool.rate * BACKLOG_FULL_MS / 1000.0)
     if load is not None and load.held:
@@ -208,17 +213,27 @@ def wait_ms(site: Site, pace: Pace, own_kv: float, now_ms: float) -> dict[str, f
         queued_kv = load.asked_tokens + load.held_tokens + queued * pace.decode_tokens
     found = {"prefill_ms": 1000.0 * queued_tokens / rate}
     slots = max(1, pool.sequences_max)
-    found["slot_ms"] = max(0.0, there + queued + 1.0 - slots) * pace.stay_ms / slots
+    # Asked for every site of every request: comparisons, which cost a third of `max`.
+    beyond = there + queued + 1.0 - slots
+    found["slot_ms"] = beyond * pace.stay_ms / slots if beyond > 0.0 else 0.0
     if pool.kv_total:
-        taken = max(pool.kv_used, float(load.booked_kv_tokens) if load is not None else 0.0) + queued_kv
-        found["kv_ms"] = max(0.0, taken + own_kv - pool.kv_total) * pace.stay_ms / pool.kv_total
+        short = kv_taken(pool, load) + queued_kv + own_kv - pool.kv_total
+        found["kv_ms"] = short * pace.stay_ms / pool.kv_total if short > 0.0 else 0.0
     if load is not None and load.held:
         # What its TokenPilot told the last one that it holds is known better there than here.
         found["told_ms"] = max(0.0, load.told_wait_ms - (now_ms - load.told_ms))
     found["wait_ms"] = max(found.values())
     # Whatever an old report hides has had that long to gather.
-    found["age_ms"] = max(0.0, now_ms - pool.heard_ms - CURRENT_MS)
+    age_ms = now_ms - pool.heard_ms - CURRENT_MS
+    found["age_ms"] = age_ms if age_ms > 0.0 else 0.0
     return found
+
+
+def kv_taken(pool: Pool, load: Load | None) -> float:
+    """KV tokens that are taken: as reported, or booked by us, whichever is more."""
+    if load is None or load.booked_kv_tokens <= pool.kv_used:
+        return pool.kv_used
+    return float(load.booked_kv_tokens)
 
 
 def slack_of(road: Road, pace: Pace, now_ms: float) -> float | None:
@@ -248,18 +263,20 @@ def cost(state: State, road: Road, site: Site, pace: Pace, dearness: float, now_
     ttft_ms = waits["wait_ms"] + waits["age_ms"] + own_ms + network_ms
     slow_ms = 0.0
     if ask.tpot_ms is not None:
-        believed = pace.believed(now_ms, idle=site.load is None or site.load.idle)
-        slower_ms = believed * max(0.0, pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms)
+        slower_ms = pace.tpot_ms + pace.tpot_spread_ms - ask.tpot_ms
+        if slower_ms > 0.0:
+            slower_ms *= pace.believed(now_ms, idle=site.load is None or site.load.idle)
+        else:
+            slower_ms = 0.0
         slow_ms = pace.decode_tokens * max(slower_ms, stream_tpot_ms(state, ask, site.name, now_ms) - ask.tpot_ms)
-    site.terms.update(waits)
-    site.terms.update(
-        own_ms=own_ms,
-        network_ms=network_ms,
-        prefix_hit_tokens=float(site.hit_tokens),
-        ttft_ms=ttft_ms,
-        slow_ms=slow_ms,
-        cost_ms=ttft_ms + slow_ms + BURN_PRICE * own_ms * dearness,
-    )
+    terms = site.terms
+    terms.update(waits)
+    terms["own_ms"] = own_ms
+    terms["network_ms"] = network_ms
+    terms["prefix_hit_tokens"] = float(site.hit_tokens)
+    terms["ttft_ms"] = ttft_ms
+    terms["slow_ms"] = slow_ms
+    terms["cost_ms"] = ttft_ms + slow_ms + BURN_PRICE * own_ms * dearness
 
 
 def dearness(fleet: Fleet, sites: Sequence[Site]) -> dict[str, float]:

@@ -6,7 +6,7 @@ ninety instances is not summed anew for each request. Refuses to know costs.
 
 from collections.abc import Collection, Iterator
 
-from tokenfleet.eligibility import ready_instances, site_out
+from tokenfleet.eligibility import ready_instances, sites_out
 from tokenfleet.fleet import Fleet
 from tokenfleet.fleetmind.costs import Pool, pool_of
 from tokenfleet.fleetmind.promises import Promises
@@ -14,8 +14,6 @@ from tokenfleet.fleetmind.state import State
 from tokenfleet_schemas.placement import Considered
 from tokenfleet_schemas.request import Ask
 
-#: names of tenants that nobody knows come from outside: so many are remembered
-_DENIALS_MAX = 100_000
 #: under which a roster keeps our sums
 _SUMS = "fleetmind"
 
@@ -26,7 +24,8 @@ class View:
     def __init__(self, fleet: Fleet, state: State, promises: Promises | None = None) -> None:
         self.fleet, self.state, self.promises = fleet, state, promises
         self._order: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._denials: dict[tuple[str, str, str], str] = {}
+        #: whether anybody says what GPUs cost
+        self.priced = any(site.gpu_hour_price for site in fleet.sites.values())
 
     def order(self, entry: str, model: str) -> tuple[str, ...]:
         """Home sites in their order, then the nearest."""
@@ -41,7 +40,9 @@ class View:
         if excluded:
             ready = ready_instances(fleet, capacity, ask, site, now_ms, excluded)
             return pool_of(fleet, ready), "" if ready else "excluded"
-        roster = capacity.roster(fleet, ask, site, now_ms)
+        roster = capacity.rosters(fleet, ask, now_ms).get(site)
+        if roster is None:  # a site that a reload removed still drains
+            roster = capacity.roster(fleet, ask, site, now_ms)
         pool: Pool | None = roster.sums.get(_SUMS)
         if pool is None:
             pool = roster.sums[_SUMS] = pool_of(fleet, roster)
@@ -52,9 +53,14 @@ class View:
             load.set_rate(pool.rate_guess, now_ms)
         return pool, "" if roster else roster.why
 
+    @property
+    def promised(self) -> bool:
+        """Whether anything is promised to anybody."""
+        return self.promises is not None and bool(self.promises.state.book.given)
+
     def closed(self, ask: Ask, site: str, now_ms: float) -> float:
         """Part of a site's room that promises to others close to a request, 0..1."""
-        if self.promises is None or not self.promises.state.book.given:
+        if self.promises is None or not self.promised:
             return 0.0
 
         def inside() -> Iterator[Ask]:
@@ -71,18 +77,8 @@ class View:
         """As `eligibility.allowed_ready_sites`: the same sites in the same order, with the same reasons."""
         sites: list[str] = []
         considered: list[Considered] = []
-        for site in self.order(ask.entry, ask.model):
-            out = self._denial(ask, site) or site_out(self.fleet, self.state.capacity, ask, site, now_ms, excluded)
+        for site, out in sites_out(self.fleet, self.state.capacity, ask, now_ms, excluded):
             considered.append(Considered(name=site, out=out))
             if not out:
                 sites.append(site)
         return sites, considered
-
-    def _denial(self, ask: Ask, site: str) -> str:
-        key = (ask.tenant, ask.model, site)
-        found = self._denials.get(key)
-        if found is None:
-            if len(self._denials) > _DENIALS_MAX:
-                self._denials.clear()
-            found = self._denials[key] = self.fleet.site_denial(*key)
-        return found

@@ -9,11 +9,11 @@ from statistics import median
 import msgspec
 
 from tokenfleet.eligibility import (
-    allowed_ready_sites,
     fraction,
     permitted_sites,
     ready_instances,
     retry_after_s,
+    sites_out,
     zone_bound,
 )
 from tokenfleet.fleet import Fleet, Tenant
@@ -163,9 +163,9 @@ def _without_room(fleet: Fleet, state: State, ask: Ask, now_ms: float) -> list[P
 
     A site away from home has none above its load ceiling either: nothing is diverted there.
     """
-    sites, _ = allowed_ready_sites(fleet, state.capacity, ask, now_ms)
     busy: list[Pool] = []
-    for place, site in enumerate(sites):
+    able = (site for site, why in sites_out(fleet, state.capacity, ask, now_ms) if not why)
+    for place, site in enumerate(able):
         pool = state.pools.get((site, ask.model, ask.version))
         if pool is not None and pool.held:
             busy.append(pool)

@@ -19,6 +19,7 @@ from tokenfleet.tokenpilot.state import Load
 from tokenfleet_schemas.capacity import CapacityReported
 from tokenfleet_schemas.request import Ask
 
+_INFINITY, _UNKNOWN = float("inf"), float("nan")
 Column = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Codes = npt.NDArray[np.int8]
@@ -56,9 +57,8 @@ _DERIVED = (
     "running", "decoders", "kv_booked", "kv_left", "places_left", "step_room", "kv_read", "step_cost_ms", "half_step",
     "per_token_ms", "queue_token_ms", "tpot_alone_ms", "full_bucket", "soon_tokens",
 )  # fmt: skip
-_COLUMNS = (*_REPORTED, *_BOOKED, *_LEARNED, *_DERIVED)
-_BOOKED_AT, _LEARNED_AT = len(_REPORTED), len(_REPORTED) + len(_BOOKED)
-_DERIVED_AT = _LEARNED_AT + len(_LEARNED)
+_COLUMNS = (*_REPORTED, *_LEARNED, *_BOOKED, *_DERIVED)
+_LEARNED_AT, _BOOKED_AT = len(_REPORTED), len(_REPORTED) + len(_LEARNED)
 #: origins remembered (zone, adapter, version)
 _ORIGINS_MAX = 256
 
@@ -139,8 +139,8 @@ class Board:
         self._statics: list[object] = []
         #: of each row, the report and the coefficients' lists that it shows, and these coefficients
         self._reports: list[CapacityReported | None] = []
-        self._learned: list[tuple[list[float] | None, list[float] | None]] = []
-        self._coefficients: list[Sequence[float]] = []
+        self._learned_ttft: list[tuple[list[float] | None, Sequence[float]]] = []
+        self._learned_tpot: list[tuple[list[float] | None, Sequence[float]]] = []
         #: of each row: KV tokens that may be booked, sequences that it takes
         self._limits: list[tuple[float, float]] = []
         #: row → bit of the prefix index
@@ -172,8 +172,8 @@ class Board:
         self._origins, self._asks = {}, {}
         self._statics = [None] * len(self.names)
         self._reports = [None] * len(self.names)
-        self._learned = [(None, None)] * len(self.names)
-        self._coefficients = [()] * len(self.names)
+        self._learned_ttft = [(None, ())] * len(self.names)
+        self._learned_tpot = [(None, ())] * len(self.names)
         self._limits = [(0.0, 0.0)] * len(self.names)
         self.numbers = np.zeros(len(self.names), np.intp)
         self.empty = np.zeros(len(self.names), np.bool_)
@@ -188,14 +188,14 @@ class Board:
         if report is not self._reports[row]:
             self._reports[row] = report
             self._report(row, name, heard, number)
-        cap = np.inf
-        blocked, warmth = False, load.warmth(now_ms)
-        if load.breaker.opened_ms is not None:
-            state = load.breaker.state(now_ms, knobs)
-            blocked = load.breaker.blocks(now_ms, knobs)
+        breaker, cap = load.breaker, _INFINITY
+        blocked, warmth = False, 1.0 if load.cold_since_ms is None else load.warmth(now_ms)
+        if breaker.opened_ms is not None:
+            state = breaker.state(now_ms, knobs)
+            blocked = breaker.blocks(now_ms, knobs)
             if state != "closed":
-                cap = 1.0 if state == "half_open" and not load.breaker.trial else 0.0
-        if load.breaker.opened_ms is not None or warmth < 1.0:
+                cap = 1.0 if state == "half_open" and not breaker.trial else 0.0
+        if breaker.opened_ms is not None or warmth < 1.0:
             self.watched.add(name)
             for there, those in ((blocked, self.broken), (warmth < 1.0, self.cold)):
                 if there:
@@ -205,45 +205,50 @@ class Board:
         elif name in self.watched:
             for those in (self.watched, self.broken, self.cold):
                 those.discard(name)
-        learned = (model.ttft.multiples, model.tpot.multiples)
-        known = self._learned[row]
-        if learned[0] is not known[0] or learned[1] is not known[1]:
-            # Learning makes new lists; lists of equal instances may be copied from one another.
-            self._learned[row] = learned
-            found = (*model.ttft.coefficients(), *model.tpot.coefficients(), model.slowness)
-            self._coefficients[row] = found
-            self._data[_LEARNED_AT:_DERIVED_AT, row] = found
+        # Learning makes new lists; those of equal instances may be the same.
+        multiples, ttft = self._learned_ttft[row]
+        if multiples is not model.ttft.multiples:
+            ttft = model.ttft.coefficients()
+            self._learned_ttft[row] = model.ttft.multiples, ttft
+            self._data[_LEARNED_AT : _LEARNED_AT + len(ttft), row] = ttft
+            self.slowness[row] = model.slowness
             self._usual_slowness = None
-        budget, pairs, prefill = report.token_budget, load.pairs, load.prefill_tokens
+        multiples, tpot = self._learned_tpot[row]
+        if multiples is not model.tpot.multiples:
+            tpot = model.tpot.coefficients()
+            self._learned_tpot[row] = model.tpot.multiples, tpot
+            self._data[_LEARNED_AT + len(ttft) : _BOOKED_AT - 1, row] = tpot
+        _, token_ms, pair_ms, step_ms, kv_ms = ttft
+        tpot_base, tpot_sequence, tpot_kv, _ = tpot
+        budget, pairs, prefill, sequences = report.token_budget, load.pairs, load.prefill_tokens, load.sequences
         foreign, foreign_kv = load.foreign_sequences, load.foreign_kv_tokens
         kv_tokens = load.kv_tokens_expected
-        _, token_ms, pair_ms, step_ms, kv_ms, tpot_base, tpot_sequence, tpot_kv, _, _ = self._coefficients[row]
         kv_most, sequences_max = self._limits[row]
+        places = sequences_max if load.paced is None else load.places(sequences_max)
+        running, kv_booked = sequences + foreign, kv_tokens + foreign_kv
         decoders, kv_read = load.decoding + foreign, load.decoding_kv_tokens * load.kv_scale + foreign_kv
         step_cost_ms = step_ms + kv_ms * kv_read
         step_room = max(budget / 8.0, budget - decoders)
         per_token_ms = token_ms + (step_cost_ms + token_ms * decoders) / step_room
-        self.empty[row] = not load.sequences + foreign
-        self._data[_BOOKED_AT:_LEARNED_AT, row] = (
+        self.empty[row] = not running
+        self._data[_BOOKED_AT:, row] = (
             heard.heard_ms,
-            load.sequences,
+            sequences,
             prefill,
             load.done_max(budget),
             pairs,
             kv_tokens,
             int(load.lookahead(knobs) * budget),
             load.anchor_ms,
-            np.nan if load.tpot_ms is None else load.tpot_ms,
+            _UNKNOWN if load.tpot_ms is None else load.tpot_ms,
             warmth,
             load.booked_ms,
             blocked,
-        )
-        self._data[_DERIVED_AT:, row] = (
-            load.sequences + foreign,
+            running,
             decoders,
-            kv_tokens + foreign_kv,
+            kv_booked,
             max(0.0, kv_most - kv_tokens - foreign_kv),
-            min(max(load.places(sequences_max) - load.sequences - foreign, 0.0), cap),
+            min(max(places - sequences - foreign, 0.0), cap),
             step_room,
             kv_read,
             step_cost_ms,
@@ -251,24 +256,28 @@ class Board:
             per_token_ms,
             per_token_ms + pair_ms * pairs / max(1.0, prefill),
             # Beside all that is booked, begun or not: they will decode beside it.
-            tpot_base + tpot_sequence * (load.sequences + foreign + 1.0) + tpot_kv * load.all_kv_tokens(),
+            tpot_base + tpot_sequence * (running + 1.0) + tpot_kv * (load.kv_tokens * load.kv_scale + foreign_kv),
             min(4, int(5.0 * decoders / max(1.0, sequences_max))),
             knobs.feedback_ms / per_token_ms,
         )
 
     def teach(self, taught: Mapping[str, Model]) -> None:
-        """Mirror instances that were given the same coefficients of prefill, prior and multiples: all rows at once."""
-        known = [(self.row[name], model) for name, model in taught.items() if name in self.row]
+        """Mirror instances that were given the same coefficients of prefill, prior and multiples: all rows at once.
+
+        Their multiples are one list.
+        """
+        row_of = self.row
+        known = [row_of[name] for name in taught if name in row_of]
         if not known:
             return
-        model = known[0][1]
-        found, slowness = model.ttft.coefficients(), model.slowness
-        for row, other in known:
-            self._learned[row] = other.ttft.multiples, other.tpot.multiples
-            self._coefficients[row] = (*found, *self._coefficients[row][len(found) : -1], slowness)
-        rows = np.array([row for row, _ in known])
+        model = next(iter(taught.values()))
+        found = model.ttft.coefficients()
+        learned = model.ttft.multiples, found
+        for row in known:
+            self._learned_ttft[row] = learned
+        rows = np.array(known)
         self._data[_LEARNED_AT : _LEARNED_AT + len(found), rows] = np.array(found)[:, None]
-        self.slowness[rows] = slowness
+        self.slowness[rows] = model.slowness
         self._usual_slowness = None
         _, token_ms, pair_ms, step_ms, kv_ms = found
         step_cost_ms = step_ms + kv_ms * self.kv_read[rows]
@@ -300,7 +309,7 @@ class Board:
             self.unreachable.discard(name)
         else:
             self.unreachable.add(name)
-        self._data[:_BOOKED_AT, row] = (
+        self._data[:_LEARNED_AT, row] = (
             report.token_budget,
             kv_total,
             report.kv_tokens_total is not None,

@@ -76,7 +76,9 @@ class TokenPilot(Folding):
         handler = self._handlers.get(type(message))
         if handler is not None:
             yield from handler(message, now_ms)
-            yield from self._after(now_ms)
+            # Where nothing changed and a wake-up is asked for, it is early enough: the next is never later than a tick.
+            if self._touched or self._stirred or self._wake_ms == INFINITY:
+                yield from self._after(now_ms)
             # After what was said has left: the next request finds its columns up to date and waits for none of this.
             for model in [model for model, board in self._boards.items() if board.dirty]:
                 self._board(model, now_ms)

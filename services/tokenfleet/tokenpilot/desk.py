@@ -86,6 +86,8 @@ class Desk:
         self._offers: dict[str, Offer] = {}
         #: those of them that may be due earlier than when the next wake-up was last thought over
         self._stirred: set[str] = set()
+        #: and those whose room has a limit (`lanes`)
+        self._limited: set[str] = set()
         #: by model version, models that have learned from few requests; None: to be looked for anew
         self._few: dict[str, dict[str, Model]] | None = None
         #: bookings of ours that have not been seen in the stream yet, and some that have
@@ -110,8 +112,11 @@ class Desk:
 
     def _dirty(self, name: str) -> None:
         """Something that its columns show changed."""
-        for board in self._boards.values():
-            board.dirty.add(name)
+        heard = self.state.view.instances(self.site).get(name)
+        model = heard.report.model if heard is not None else ""
+        for its, board in self._boards.items():
+            if its == model or name in board.row:
+                board.dirty.add(name)
 
     def _queued(self, pool: Pool, but: Waiting) -> int:
         """How many others wait for any room here; who waits for an instance does not close the pool to newcomers."""
@@ -139,6 +144,7 @@ class Desk:
         """Another owner offers now, or this one offers anew."""
         for name in self._instances_of(self.state.pools[scope]):
             self._offers.pop(name, None)
+            self._limited.discard(name)
 
     def _touch_pool(self, pool: Pool) -> None:
         for name in self._instances_of(pool):

@@ -331,18 +331,21 @@ class Folding(Rooms):
             self.state.residuals.setdefault(model.key, Residual()).learn(
                 forecast.bucket, forecast.physics_ms, actual_ms
             )
-            if model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms, stale=forecast.stale):
+            drifts = model.learn_ttft(forecast.ttft_features, forecast.said_ms, actual_ms, stale=forecast.stale)
+            if model.samples == FEW:
+                self._novices(model.key).pop(message.instance, None)
+            if drifts:
                 yield Note("prediction_drift", {"instance": message.instance}, level="warning")
             # Whoever has had few requests is taken for what its equals are: by chance dear, it would never get more.
-            limit = min(FEW, model.samples)
+            limit, prior, multiples = min(FEW, model.samples), model.ttft.prior, model.ttft.multiples
             taught: dict[str, Model] = {}
             for name, other in self._novices(model.key).items():
-                if other.samples < limit and other.ttft.prior == model.ttft.prior:
-                    other.ttft.multiples = list(model.ttft.multiples)
+                if other.samples < limit and other.ttft.prior == prior:
+                    other.ttft.multiples = multiples  # learning makes new lists: nobody changes this one
                     taught[name] = other
-            if taught:
-                for board in self._boards.values():
-                    board.teach(taught)
+            board = self._boards.get(message.model)
+            if taught and board is not None:
+                board.teach(taught)
         paced = times.tpot_ms is not None and message.output_tokens > 1
         if paced and model.learn_tpot(forecast.tpot_features, times.tpot_ms or 0.0):
             yield Note("prediction_drift", {"instance": message.instance}, level="warning")
@@ -374,10 +377,9 @@ class Folding(Rooms):
         if self._few is None:
             self._few = {}
             for name, model in self.state.models.items():
-                self._few.setdefault(model.key, {})[name] = model
-        few = self._few.get(key, {})
-        found = self._few[key] = {name: model for name, model in few.items() if model.samples < FEW}
-        return found
+                if model.samples < FEW:
+                    self._few.setdefault(model.key, {})[name] = model
+        return self._few.setdefault(key, {})
 
     def _leased(self, message: GatewayLeased, now_ms: float) -> Iterator[Effect]:
         for request_id in self.state.presence.lease(message, now_ms):
@@ -403,7 +405,7 @@ class Folding(Rooms):
             if load.incarnation:
                 # The engine began anew: its gauges and its cache are gone, what we booked there is not (P01).
                 load.breaker.reset()
-                load.foreign = []
+                load.forget_foreign()
                 load.cold_since_ms, load.first_tokens = now_ms, 0
                 if not self.exact.is_exact(message.instance, message.incarnation):  # else its KV events came first
                     self.index.clear(message.instance)
@@ -455,5 +457,6 @@ class Folding(Rooms):
             self.state.models.pop(name, None)
             self._few = None
             self._offers.pop(name, None)
+            self._limited.discard(name)
             self.exact.forget(name)
             self.index.clear(name, gone=True)

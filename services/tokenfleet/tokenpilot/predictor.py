@@ -24,6 +24,7 @@ is a new level: every coefficient is multiplied by their median ratio, and freed
 """
 
 import math
+from operator import mul
 
 import msgspec
 
@@ -80,21 +81,21 @@ class Regression(msgspec.Struct):
 
     def coefficients(self) -> list[float]:
         """What features are multiplied by."""
-        return [p * m for p, m in zip(self.prior, self.multiples, strict=True)]
+        return list(map(mul, self.prior, self.multiples))
 
     def predict(self, features: list[float]) -> float:
         """Milliseconds; never negative."""
-        return max(0.0, sum(x * p * m for x, p, m in zip(features, self.prior, self.multiples, strict=True)))
+        return max(0.0, sum(map(mul, map(mul, features, self.prior), self.multiples)))
 
     def learn(self, features: list[float], actual: float) -> None:
         """One outcome, ms. The error is taken relative to the larger of outcome and 1 ms."""
         scale = 1.0 / max(actual, 1.0)
         x = [f * p * scale for f, p in zip(features, self.prior, strict=True)]
-        error = actual * scale - sum(a * m for a, m in zip(x, self.multiples, strict=True))
+        error = actual * scale - sum(map(mul, x, self.multiples))
         error = max(-_CLIP, min(_CLIP, error))
         rows = self.covariance
-        px = [sum(a * b for a, b in zip(row, x, strict=True)) for row in rows]
-        below = LAMBDA + sum(a * b for a, b in zip(x, px, strict=True))
+        px = [sum(map(mul, row, x)) for row in rows]
+        below = LAMBDA + sum(map(mul, x, px))
         gain = [v / below for v in px]
         self.multiples = [
             min(_MULTIPLE_MAX, max(_MULTIPLE_MIN, m + g * error))
@@ -102,7 +103,7 @@ class Regression(msgspec.Struct):
         ]  # fmt: skip
         # Forgetting must not blow up directions that nothing excites: variance never exceeds the prior's.
         n = len(x)
-        grown = [[(rows[i][j] - gain[i] * px[j]) / LAMBDA for j in range(n)] for i in range(n)]
+        grown = [[(r - g * p) / LAMBDA for r, p in zip(row, px, strict=True)] for row, g in zip(rows, gain, strict=True)]
         for i in range(n):
             over = grown[i][i] / _VARIANCE
             if over > 1.0:

@@ -4,7 +4,7 @@ Decides when to offer, at most so often as the knobs say, and fills what SLOMax 
 first. Refuses to know who should go first otherwise.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
@@ -27,10 +27,10 @@ class Rooms(Deciding):
     def _after(self, now_ms: float) -> Iterator[Effect]:
         """Offer the room that changed, then ask to be woken when something is due."""
         touched, self._touched = self._touched, set()
-        if not any(pool.held for pool in self.state.pools.values()):
+        if touched and not self._anybody_held():
             touched.clear()  # nobody waits for room
         if touched:  # what ended on one instance may lift the limit of another
-            touched |= {name for name, offer in self._offers.items() if offer.room.longest_tokens}
+            touched |= self._limited
         for name in sorted(touched):
             heard = self.state.view.instances(self.site).get(name)
             if heard is None:
@@ -50,6 +50,12 @@ class Rooms(Deciding):
         if due_ms < self._wake_ms:
             self._wake_ms = due_ms
             yield WakeAt(due_ms)
+
+    def _anybody_held(self) -> bool:
+        for pool in self.state.pools.values():  # asked after every message: no generator
+            if pool.held:
+                return True
+        return False
 
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
@@ -83,6 +89,10 @@ class Rooms(Deciding):
         offer.revision += 1
         offer.id = f"{name}:room:{term}:{offer.revision}"
         offer.room, offer.last_released = room, pool.last_released
+        if room.longest_tokens:
+            self._limited.add(name)
+        else:
+            self._limited.discard(name)
         offer.said_ms, offer.due_ms = now_ms, INFINITY
         if not room.any():
             offer.unanswered_since_ms = None
@@ -177,8 +187,10 @@ class Rooms(Deciding):
             if offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms:
                 self._touch(name)
 
-    def _next_due_ms(self, names: Iterable[str], now_ms: float) -> float:
+    def _next_due_ms(self, names: Collection[str], now_ms: float) -> float:
         due = now_ms + TICK_MS
+        if not names:
+            return due
         offers = [self._offers[name] for name in names if name in self._offers]
         answer_ms = self._answer_ms() if offers else 0.0
         for offer in offers:

@@ -138,8 +138,10 @@ class Load(msgspec.Struct):
     #: length yet; and what those that decode occupy of theirs: they share blocks too, where prompts begin alike
     kv_scale: float = 1.0
     kv_share: float = 1.0
-    #: last samples of sequences and KV tokens that are not ours
+    #: last samples of sequences and KV tokens that are not ours, and the least of each: what persisted
     foreign: list[tuple[int, float]] = []
+    foreign_sequences: int = 0
+    foreign_kv_tokens: int = 0
     #: learned time per output token, ms; None: nothing learned
     tpot_ms: float | None = None
     #: attention of the prefill that is booked and has no first token, pairs of tokens
@@ -202,15 +204,18 @@ class Load(msgspec.Struct):
             return 1.0
         return min(1.0, max((1 + self.first_tokens) / WARM_TOKENS, (now_ms - self.cold_since_ms) / WARM_MS))
 
-    @property
-    def foreign_sequences(self) -> int:
-        """Sequences beyond our bookings that persisted over the last reports."""
-        return min(self.foreign)[0] if self.foreign else 0
+    def __post_init__(self) -> None:
+        self._see_foreign()
 
-    @property
-    def foreign_kv_tokens(self) -> int:
-        """KV tokens beyond our bookings that persisted over the last reports."""
-        return int(min(map(_TOKENS, self.foreign))) if self.foreign else 0
+    def _see_foreign(self) -> None:
+        """Sequences and KV tokens beyond our bookings that persisted over the last reports."""
+        self.foreign_sequences = min(self.foreign)[0] if self.foreign else 0
+        self.foreign_kv_tokens = int(min(map(_TOKENS, self.foreign))) if self.foreign else 0
+
+    def forget_foreign(self) -> None:
+        """The engine began anew: nobody else's work is there."""
+        self.foreign = []
+        self._see_foreign()
 
     def done_max(self, token_budget: int) -> int:
         """Prefill that can have been computed without a first token having come: the oldest's, and one step's."""
@@ -244,6 +249,7 @@ class Load(msgspec.Struct):
                 self.kv_scale += KV_WEIGHT * (max(KV_SCALE_MIN, share) - self.kv_scale)
                 self.kv_share = max(share, self.kv_share + KV_WEIGHT * (share - self.kv_share))
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
+        self._see_foreign()
 
 
 def pairs(work: Work) -> int:
