@@ -85,7 +85,8 @@ class Regression(msgspec.Struct):
 
     def predict(self, features: list[float]) -> float:
         """Milliseconds; never negative."""
-        return max(0.0, sum(map(mul, map(mul, features, self.prior), self.multiples)))
+        found: float = sum(map(mul, map(mul, features, self.prior), self.multiples))
+        return max(0.0, found)
 
     def learn(self, features: list[float], actual: float) -> None:
         """One outcome, ms. The error is taken relative to the larger of outcome and 1 ms."""
@@ -103,7 +104,9 @@ class Regression(msgspec.Struct):
         ]  # fmt: skip
         # Forgetting must not blow up directions that nothing excites: variance never exceeds the prior's.
         n = len(x)
-        grown = [[(r - g * p) / LAMBDA for r, p in zip(row, px, strict=True)] for row, g in zip(rows, gain, strict=True)]
+        grown = [
+            [(r - g * p) / LAMBDA for r, p in zip(row, px, strict=True)] for row, g in zip(rows, gain, strict=True)
+        ]
         for i in range(n):
             over = grown[i][i] / _VARIANCE
             if over > 1.0:

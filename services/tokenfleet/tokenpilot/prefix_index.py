@@ -126,7 +126,8 @@ class _Use:
 
 def _chunks(numbers: Numbers) -> npt.NDArray[np.int64]:
     """Chunks that entries of `_Use.last` stand for; 0 for what is not there."""
-    return _CHUNKS[numbers & 15]
+    found: npt.NDArray[np.int64] = _CHUNKS[numbers & 15]
+    return found
 
 
 class PrefixIndex:

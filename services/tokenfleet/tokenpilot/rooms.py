@@ -5,6 +5,7 @@ first. Refuses to know who should go first otherwise.
 """
 
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 from tokenfleet.effects import Effect, Note, Publish, WakeAt
 from tokenfleet.eligibility import UNKNOWN_RTT_MS
@@ -19,6 +20,7 @@ from tokenfleet_schemas.room import RoomOffered
 ATTRACT_MAX, THINK_GAP_MS = 4, 100.0
 #: bound holds that think again of themselves when woken, and after how long, ms
 THINK_MAX, THINK_MS = 32, 1000.0
+_held = attrgetter("held")
 
 
 class Rooms(Deciding):
@@ -27,7 +29,7 @@ class Rooms(Deciding):
     def _after(self, now_ms: float) -> Iterator[Effect]:
         """Offer the room that changed, then ask to be woken when something is due."""
         touched, self._touched = self._touched, set()
-        if touched and not self._anybody_held():
+        if touched and not any(map(_held, self.state.pools.values())):
             touched.clear()  # nobody waits for room
         if touched:  # what ended on one instance may lift the limit of another
             touched |= self._limited
@@ -50,12 +52,6 @@ class Rooms(Deciding):
         if due_ms < self._wake_ms:
             self._wake_ms = due_ms
             yield WakeAt(due_ms)
-
-    def _anybody_held(self) -> bool:
-        for pool in self.state.pools.values():  # asked after every message: no generator
-            if pool.held:
-                return True
-        return False
 
     def _offer(self, scope: str, pool: Pool, name: str, now_ms: float) -> Iterator[Effect]:
         offer, room = self._offer_of(name), self._room(name, now_ms)
