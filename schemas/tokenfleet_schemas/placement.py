@@ -24,6 +24,13 @@ class Work(Part, frozen=True, kw_only=True):
     decode_tokens: int
     #: KV room at its end, tokens
     kv_tokens: int
+    #: those of them that sequences hold there already, and that need no room a second time
+    shared_kv_tokens: int = 0
+
+    @property
+    def own_kv_tokens(self) -> int:
+        """KV room that it needs beside what is there, tokens."""
+        return self.kv_tokens - self.shared_kv_tokens
 
 
 class PlacementRequested(Event, frozen=True, kw_only=True, tag="tokenfleet.placement.v1.requested"):

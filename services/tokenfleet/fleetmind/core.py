@@ -488,7 +488,7 @@ class FleetMind:
             return  # the gateway dispatches the first; it declines this one
         self._answered(road, message.site, message.id, message.work.prefill_tokens, now_ms)
         road.attempt, road.revision = max(road.place, (message.attempt, message.revision))
-        road.phase, road.kv_tokens = "assigned", message.work.kv_tokens
+        road.phase, road.kv_tokens = "assigned", message.work.own_kv_tokens
         self.state.take_load(road, now_ms)
         pool, _ = self.view.pool(road.ask, road.site, now_ms)
         self.caches.sent(self.state.key(road), road.ask, pool.kv_total)

@@ -99,7 +99,7 @@ def release(fleet: Fleet, pool: Pool, held: Held, instance: str, number: int, no
     settle(pool, changes)
     pool.number = max(pool.number, number)
     pool.releases[number] = Release(
-        held.request_id, instance, held.work, now_ms, changes, held.service_class, held.cost_ms
+        held.request_id, instance, held.work_on(instance), now_ms, changes, held.service_class, held.cost_ms
     )
     pool.used[held.service_class] = pool.used.get(held.service_class, 0.0) + held.cost_ms
     pool.changed = True

@@ -58,7 +58,7 @@ def level(pool: Pool, instance: str, room: Room) -> Level:
     for number, release in pool.releases.items():
         if number > room.last_released and release.instance == instance:
             left.prefill_tokens = max(0, left.prefill_tokens - release.work.prefill_tokens)
-            left.kv_tokens -= release.work.kv_tokens
+            left.kv_tokens -= release.work.own_kv_tokens
             left.sequences -= 1
             left.idle = False
     return left
@@ -76,7 +76,7 @@ def least(waiting: Iterable[Held]) -> Least | None:
     works = [held.work for held in waiting]
     if not works:
         return None
-    return Least(min(work.prefill_tokens for work in works), min(work.kv_tokens for work in works))
+    return Least(min(work.prefill_tokens for work in works), min(work.own_kv_tokens for work in works))
 
 
 def may_fit(least: Least | None, room: Level) -> bool:
@@ -92,7 +92,7 @@ def fits(held: Held, instance: str, room: Level, now_ms: float) -> bool:
         return False  # no instance can serve it now; TokenPilot holds it again, with a home, once one can
     if held.bound and held.home_instance != instance:
         return False  # its prefix is cached at home; TokenPilot holds it again, unbound, once that is not worth it
-    if room.sequences < 1 or held.work.kv_tokens > room.kv_tokens:
+    if room.sequences < 1 or held.work_on(instance).own_kv_tokens > room.kv_tokens:
         return False
     if not room.idle and held.work.prefill_tokens > room.prefill_tokens:
         return False
@@ -149,7 +149,7 @@ def choose(fleet: Fleet, pool: Pool, instance: str, room: Level, now_ms: float) 
             kept = left.get(kind)
             if kept is None:
                 kept = left[kind] = reserve.kept(fleet, pool, held, now_ms)
-            if not leaves(held, room, kept):
+            if not leaves(held, instance, room, kept):
                 continue
         if fits(held, instance, room, now_ms):
             for one in passed.values():
@@ -174,9 +174,10 @@ def is_long(fleet: Fleet, pool: Pool, held: Held, now_ms: float) -> bool:
     return False
 
 
-def leaves(held: Held, room: Level, kept: reserve.Kept) -> bool:
+def leaves(held: Held, instance: str, room: Level, kept: reserve.Kept) -> bool:
     """Whether a request leaves of this room what is kept for others. An instance without requests keeps nothing."""
-    return room.sequences > kept.sequences and held.work.kv_tokens <= room.kv_tokens - kept.kv_tokens
+    kv_left = room.kv_tokens - held.work_on(instance).own_kv_tokens
+    return room.sequences > kept.sequences and kv_left >= kept.kv_tokens
 
 
 def long_full(pool: Pool, instance: str, now_ms: float) -> bool:
@@ -304,7 +305,7 @@ def _waits_for_idle(head: Held, instance: str, room: Level) -> bool:
     """One that only an idle instance can take and that was passed often enough: let its home run dry for it."""
     if _too_long(head, room):
         return False  # dry or not, the instance is for shorter ones
-    return head.home_instance == instance and head.bypassed >= BYPASS_MAX and head.work.kv_tokens <= room.kv_tokens
+    return head.home_instance == instance and head.bypassed >= BYPASS_MAX and head.work.own_kv_tokens <= room.kv_tokens
 
 
 def _too_long(held: Held, room: Level) -> bool:

@@ -174,7 +174,7 @@ class Releases(Desk):
             self._leaves_queue(held, message.instance)
         if one is not None or held is not None:  # what nobody asked for has no end that would take it away again
             account = fairness.tenant_key(message.service_class, message.tenant)
-            self.state.enter(rid, key, account, now_ms, kv_tokens=message.work.kv_tokens)
+            self.state.enter(rid, key, account, now_ms, kv_tokens=message.work.own_kv_tokens)
 
     def _leaves_queue(self, held: Held, instance: str) -> None:
         """A hold was assigned: it pays if it has not, and what it costs in the end is compared with that."""

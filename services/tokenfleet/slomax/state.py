@@ -113,6 +113,12 @@ class Held(msgspec.Struct):
         """Started after this it misses its deadline, with 10 % for the estimate's error."""
         return self.deadline_ms - 1.1 * self.own_ms
 
+    def work_on(self, instance: str) -> Work:
+        """What it will occupy there: only of its home is it known what sequences there hold of it already."""
+        if instance == self.home_instance or not self.work.shared_kv_tokens:
+            return self.work
+        return msgspec.structs.replace(self.work, shared_kv_tokens=0)
+
     def key(self) -> tuple[float, float, float, str]:
         """Place in its queue: earliest deadline first; of those that miss anyway, shortest first."""
         first = self.own_ms if self.late else self.deadline_ms

@@ -81,11 +81,14 @@ class Choosing(Desk):
         rows = self._named(situation, terms, ties, only)
         at = np.array(rows, np.intp)
         by_row = zip(*[column[at].tolist() for column in terms.values()], strict=True)
-        some = zip(rows, by_row, ties[at].tolist(), asked.hit_tokens[at].tolist(), strict=True)
+        some = zip(
+            rows, by_row, ties[at].tolist(), asked.hit_tokens[at].tolist(), asked.shared_kv_tokens(at), strict=True
+        )
         candidates: list[Candidate] = []
-        for row, values, tie, hit in some:
+        for row, values, tie, hit, shared in some:
             heard, name, rate = board.heards[row], board.names[row], board.rate.item(row)
-            work = policy.work_of(ask, int(hit), situation.decode_tokens, heard.report.kv_tokens_total)
+            total = heard.report.kv_tokens_total
+            work = policy.work_of(ask, int(hit), situation.decode_tokens, total, int(shared))
             load = self.state.load(name)
             candidate = Candidate(name, heard, load, int(hit), work, None if rate != rate else rate, tie=tie)
             if codes is not None and codes[row]:
@@ -126,12 +129,16 @@ class Choosing(Desk):
                     hits[board.row[name]] *= trust
         prefill = np.maximum(1.0, ask.input_tokens - hits)
         kv_tokens = np.minimum(float(ask.input_tokens + decode_tokens), board.kv_total)
-        lacks_kv = (kv_tokens > board.kv_left) & ~board.empty
+        pinned = self.pins.column(chain, ask.prefix_stride) if chain.size else None
+        shared = None if pinned is None else np.minimum(pinned[board.numbers], hits)
+        own_kv = kv_tokens if shared is None else np.maximum(0.0, kv_tokens - shared)
+        lacks_kv = (own_kv > board.kv_left) & ~board.empty
         has_place = board.places_left > 0
         return Asked(
             hits,
             prefill,
             kv_tokens,
+            own_kv,
             None if np.count_nonzero(has_place) == len(board.names) else has_place,
             lacks_kv if np.count_nonzero(lacks_kv) else None,
         )

@@ -161,6 +161,9 @@ class TokenPilot(Folding):
             raise ValueError(f"a snapshot of site {found.state.site!r}, not {self.site!r}")
         self.state = found.state
         self._boards.clear()
+        self.pins.clear()
+        for load in self.state.loads.values():
+            load.shared_kv_tokens = 0
         self._few = None
         self._unconfirmed = {one.id: one for one in self.state.bookings.values() if not one.confirmed}
         self.offices.marks = found.marks

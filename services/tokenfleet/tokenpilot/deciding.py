@@ -163,6 +163,10 @@ class Deciding(Choosing):
             forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
+        asked = request or (waiting.request if waiting is not None else None)
+        if asked is not None:
+            self.pins.pin(booking.id, booking.instance, self._chain(asked.ask), asked.ask.prefix_stride)
+            self.state.load(booking.instance).shared_kv_tokens = self.pins.shared_tokens(booking.instance)
         work_ms = self._work_ms(assigned.instance, assigned.work)
         pool.sizes.learn(assigned.work.prefill_tokens, now_ms, work_ms)
         if not booking.confirmed:
@@ -344,7 +348,7 @@ class Deciding(Choosing):
 
     def _undo(self, booking: Booking, now_ms: float) -> Iterator[Effect]:
         """Our decision came after a later owner's mark: it does not count, the request waits again."""
-        self.state.release(booking.id, now_ms)
+        self._release(booking.id, now_ms)
         self._touch(booking.instance)
         request = booking.request
         if request is not None and not self.state.ended(booking.request_id, booking.attempt):

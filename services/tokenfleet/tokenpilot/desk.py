@@ -14,6 +14,7 @@ from tokenfleet.offices import Offices
 from tokenfleet.tokenpilot import policy
 from tokenfleet.tokenpilot.board import Board, Column
 from tokenfleet.tokenpilot.exact_index import ExactIndex
+from tokenfleet.tokenpilot.pins import Pins
 from tokenfleet.tokenpilot.policy import NO_ROOM, Room
 from tokenfleet.tokenpilot.predictor import Model
 from tokenfleet.tokenpilot.prefix_index import EMPTY, Chain, PrefixIndex
@@ -80,6 +81,8 @@ class Desk:
         self._boards: dict[str, Board] = {}
         self.offices = Offices(replica)
         self.index = PrefixIndex(self.knobs.prefix_digests)
+        #: what bookings hold of it, which needs no room a second time
+        self.pins = Pins(self.index)
         #: follows what engines say they hold into the index, where they say it
         self.exact = ExactIndex(site, replica=replica, content=self.index)
         self.state = State(site)
@@ -103,6 +106,14 @@ class Desk:
         #: how long SLOMax may take to answer, and in which fleet
         self._answers: tuple[Fleet | None, float] = None, 0.0
         self._ensure_pools()
+
+    def _release(self, booking_id: str, now_ms: float) -> Booking | None:
+        """Take a booking back, and what it held with others; None if it is not booked."""
+        booking = self.state.release(booking_id, now_ms)
+        if booking is not None:
+            self.pins.unpin(booking_id)
+            self.state.load(booking.instance).shared_kv_tokens = self.pins.shared_tokens(booking.instance)
+        return booking
 
     def _touch(self, name: str) -> None:
         """The instance's load or report changed: its room may be offered."""

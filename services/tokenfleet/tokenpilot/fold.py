@@ -172,7 +172,7 @@ class Folding(Rooms):
     def _declined(self, message: PlacementDeclined, now_ms: float) -> Iterator[Effect]:
         if message.site != self.site:
             return
-        booking = self.state.release(message.declined, now_ms)
+        booking = self._release(message.declined, now_ms)
         if booking is not None:
             self._touch(booking.instance)
         pool = self._pool(message.model, message.version)
@@ -257,7 +257,7 @@ class Folding(Rooms):
             if message.final or booking.attempt <= message.attempt or booking.id == message.booking:
                 if booking.id == message.booking:
                     booked_ms, judged = booking.booked_ms, booking
-                state.release(booking.id, now_ms)
+                self._release(booking.id, now_ms)
                 self._touch(booking.instance)
         for pool in state.pools.values():
             waiting = pool.waiting.get(request_id)
@@ -388,7 +388,7 @@ class Folding(Rooms):
     def _expire(self, request_id: str, why: str, now_ms: float) -> Iterator[Effect]:
         """The gateway does not have it open any more: whatever is here of it ends."""
         for booking in self.state.bookings_of(request_id):
-            self.state.release(booking.id, now_ms)
+            self._release(booking.id, now_ms)
             self._touch(booking.instance)
             yield Note("expired", {"what": "booking", "why": why}, {"booking": booking.id}, level="warning")
         for pool in self.state.pools.values():

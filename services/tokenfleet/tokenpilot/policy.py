@@ -61,7 +61,7 @@ class Room(msgspec.Struct, frozen=True):
         """
         if self.sequences < 1:
             return "sequences"
-        if work.kv_tokens > self.kv_tokens and not self.empty:
+        if work.own_kv_tokens > self.kv_tokens and not self.empty:
             return "kv_tokens"
         if work.prefill_tokens > self.prefill_tokens and not self.idle:
             return "prefill_tokens"
@@ -138,10 +138,19 @@ class Asked(msgspec.Struct):
 
     hit_tokens: Column
     prefill_tokens: Column
+    #: KV that it refers to, and what of it no sequence there holds already
     kv_tokens: Column
+    own_kv_tokens: Column
     #: instances with a place for it, and those without the KV; None: all, and none
     has_place: Mask | None
     lacks_kv: Mask | None
+
+    def shared_kv_tokens(self, rows: npt.NDArray[np.intp]) -> list[float]:
+        """What of its KV sequences hold already on each of these instances, tokens."""
+        if self.own_kv_tokens is self.kv_tokens:
+            return [0.0] * len(rows)
+        shared: list[float] = (self.kv_tokens[rows] - self.own_kv_tokens[rows]).tolist()
+        return shared
 
 
 class Filter(Protocol):
@@ -281,13 +290,13 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
         wait_ms = np.maximum(wait_ms, slot_ms)
     total_ms = wait_ms + own_ms
     if asked.lacks_kv is not None:
-        short_ms = (asked.kv_tokens - board.kv_left) * stay_ms / np.maximum(1.0, board.kv_tokens)
+        short_ms = (asked.own_kv_tokens - board.kv_left) * stay_ms / np.maximum(1.0, board.kv_tokens)
         kv_ms = np.where(asked.lacks_kv, short_ms, 0.0)
         total_ms = total_ms + kv_ms
     cost_ms = total_ms + (situation.burn_price + knobs.delay_price * board.sequences) * burnt_ms
     # KV is held as long as the request stays; a full instance makes whoever comes next wait for it.
-    share = np.minimum(1.0, (board.kv_booked + asked.kv_tokens) / board.kv_total)
-    cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.kv_tokens / board.kv_total
+    share = np.minimum(1.0, (board.kv_booked + asked.own_kv_tokens) / board.kv_total)
+    cost_ms = cost_ms + knobs.kv_price * share**4 * stay_ms * asked.own_kv_tokens / board.kv_total
     if situation.slack_ms is not None:
         late_ms = np.maximum(0.0, total_ms * (1.0 + situation.margin) - max(0.0, situation.slack_ms))
         late = np.count_nonzero(late_ms)
@@ -426,7 +435,9 @@ def expected_tokens(ask: Ask, tokens: float) -> int:
     return expected
 
 
-def work_of(ask: Ask, hit_tokens: int, decode_tokens: int, kv_tokens_total: int | None) -> Work:
+def work_of(
+    ask: Ask, hit_tokens: int, decode_tokens: int, kv_tokens_total: int | None, shared_kv_tokens: int = 0
+) -> Work:
     """What a request will occupy, with the expected (not the permitted) output.
 
     A hit never saves the last token: the engine computes at least one to have logits.
@@ -434,7 +445,12 @@ def work_of(ask: Ask, hit_tokens: int, decode_tokens: int, kv_tokens_total: int 
     kv_tokens = ask.input_tokens + decode_tokens
     if kv_tokens_total is not None:
         kv_tokens = min(kv_tokens, kv_tokens_total)
-    return Work(prefill_tokens=max(1, ask.input_tokens - hit_tokens), decode_tokens=decode_tokens, kv_tokens=kv_tokens)
+    return Work(
+        prefill_tokens=max(1, ask.input_tokens - hit_tokens),
+        decode_tokens=decode_tokens,
+        kv_tokens=kv_tokens,
+        shared_kv_tokens=min(shared_kv_tokens, kv_tokens),
+    )
 
 
 def room_of(

@@ -133,8 +133,10 @@ def _chunks(numbers: Numbers) -> npt.NDArray[np.int64]:
 class PrefixIndex:
     """Digests by instance, and instances by digest."""
 
-    def __init__(self, digests_max: int) -> None:
+    def __init__(self, digests_max: int, *, numbers_of: "PrefixIndex | None" = None) -> None:
+        """At most so many digests an instance; instances are numbered by another index, or by this one."""
         self.digests_max = digests_max
+        self._numbers_of = numbers_of
         #: digest → number of the set of those that hold it
         self._postings = DigestTable()
         #: sets as bits, by number; 0 is nobody
@@ -149,6 +151,8 @@ class PrefixIndex:
 
     def number(self, instance: str) -> int:
         """The bit that stands for an instance; kept until `clear(..., gone=True)`."""
+        if self._numbers_of is not None:
+            return self._numbers_of.number(instance)
         found = self._numbers.get(instance)
         if found is None:
             found = self._numbers[instance] = self._free.pop() if self._free else len(self._numbers)
@@ -157,6 +161,8 @@ class PrefixIndex:
     @property
     def numbers(self) -> int:
         """All numbers are below this."""
+        if self._numbers_of is not None:
+            return self._numbers_of.numbers
         return len(self._numbers) + len(self._free)
 
     @property
@@ -174,7 +180,7 @@ class PrefixIndex:
         """A prompt with this chain was sent to the instance."""
         limit = self._limits.get(instance, self.digests_max)
         # The end first: the beginning of a prompt is forgotten last, so a known digest implies its known parents.
-        self._use(instance, _once(chain[: max(1, limit // stride)][::-1]), stride)
+        self._use(instance, once(chain[: max(1, limit // stride)][::-1]), stride)
         use = self._uses[instance]
         if use.chunks > limit:
             self._take(use.forget(use.chunks - limit), 1 << self.number(instance))
@@ -183,7 +189,7 @@ class PrefixIndex:
         """The engine says that it holds these; bounded as `add` is."""
         limit = self._limits.get(instance, self.digests_max)
         # A prompt's beginning is forgotten last here too.
-        self._use(instance, _once(np.array(digests, np.uint64)[::-1]), 1)
+        self._use(instance, once(np.array(digests, np.uint64)[::-1]), 1)
         use = self._uses[instance]
         if use.chunks > limit:
             # A sixteenth at once: it is for engines that say more than they can hold, not for every message.
@@ -193,7 +199,19 @@ class PrefixIndex:
         """The engine says that it has dropped these."""
         use = self._uses.get(instance)
         if use is not None:
-            self._take(use.drop(_once(np.array(list(digests), np.uint64))), 1 << self.number(instance))
+            self._take(use.drop(once(np.array(list(digests), np.uint64))), 1 << self.number(instance))
+
+    def hold(self, instance: str, digests: Chain, stride: int) -> None:
+        """The instance holds these, each said once, until `drop`: nothing is forgotten for want of room."""
+        self._use(instance, digests, stride)
+
+    def drop(self, instance: str, digests: Chain) -> None:
+        """What `hold` said is over."""
+        self._take(self._uses[instance].drop(digests), 1 << self.number(instance))
+
+    def anew(self) -> "PrefixIndex":
+        """An empty one of the same kind."""
+        return PrefixIndex(self.digests_max, numbers_of=self._numbers_of)
 
     def hits(self, chain: Chain, stride: int) -> list[tuple[int, int]]:
         """(tokens, bit set): who holds exactly so long a beginning of the prompt; shortest first."""
@@ -290,7 +308,7 @@ class PrefixIndex:
         self._sets_max = max(_SETS_MAX, 2 * len(self._sets))
 
 
-def _once(digests: Chain) -> Chain:
+def once(digests: Chain) -> Chain:
     """Each digest at its first place: whoever says one twice must not count for two."""
     if len(set(digests.tolist())) == len(digests):
         return digests

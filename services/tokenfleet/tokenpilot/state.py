@@ -138,6 +138,10 @@ class Load(msgspec.Struct):
     #: length yet; and what those that decode occupy of theirs: they share blocks too, where prompts begin alike
     kv_scale: float = 1.0
     kv_share: float = 1.0
+    #: KV tokens that are booked more than once, as sequences hold them in common (`pins`), and those of them that
+    #: bookings without a first token found there
+    shared_kv_tokens: int = 0
+    unstarted_shared: int = 0
     #: last samples of sequences and KV tokens that are not ours, and the least of each: what persisted
     foreign: list[tuple[int, float]] = []
     foreign_sequences: int = 0
@@ -228,7 +232,13 @@ class Load(msgspec.Struct):
     @property
     def kv_tokens_expected(self) -> float:
         """KV tokens that our bookings occupy, as the engine's gauge has shown of those that decode."""
-        return (self.kv_tokens - self.decoding_kv_tokens) * self.kv_scale + self.decoding_kv_tokens * self.kv_share
+        unstarted = self.kv_tokens - self.decoding_kv_tokens - min(self.unstarted_shared, self.shared_kv_tokens)
+        return max(0, unstarted) * self.kv_scale + self._decoding_alone() * self.kv_share
+
+    def _decoding_alone(self) -> int:
+        """KV tokens of the bookings with a first token, those that they share once."""
+        shared = max(0, self.shared_kv_tokens - self.unstarted_shared)
+        return max(0, self.decoding_kv_tokens - shared)
 
     def all_kv_tokens(self) -> float:
         """KV tokens that the decodes of a step will read once all that is booked has begun."""
@@ -242,10 +252,10 @@ class Load(msgspec.Struct):
         tokens = 0.0
         if report.kv_usage is not None and report.kv_tokens_total is not None:
             used = report.kv_usage * report.kv_tokens_total
-            tokens = max(0.0, used - self.kv_tokens)
+            tokens = max(0.0, used - self.kv_tokens + self.shared_kv_tokens)
             if self.decoding >= KV_SAMPLES:
                 # Too high while somebody prefills, never too low: only who has a first token is surely in the gauge.
-                share = min(1.0, max(KV_SHARE_MIN, used / self.decoding_kv_tokens))
+                share = min(1.0, max(KV_SHARE_MIN, used / max(1, self._decoding_alone())))
                 self.kv_scale += KV_WEIGHT * (max(KV_SCALE_MIN, share) - self.kv_scale)
                 self.kv_share = max(share, self.kv_share + KV_WEIGHT * (share - self.kv_share))
         self.foreign = [*self.foreign[1 - FOREIGN_SAMPLES :], (sequences, tokens)]
@@ -367,6 +377,7 @@ class State(msgspec.Struct):
             load.prefill_tokens += booking.work.prefill_tokens
             load.pairs += pairs(booking.work)
             load.unstarted[booking.id] = booking.work.prefill_tokens
+            load.unstarted_shared += booking.work.shared_kv_tokens
 
     def start(self, booking: Booking) -> bool:
         """Move it from prefill to decode; False if it had been moved."""
@@ -405,6 +416,7 @@ class State(msgspec.Struct):
         load.prefill_tokens -= booking.work.prefill_tokens
         load.pairs -= pairs(booking.work)
         load.unstarted.pop(booking.id, None)
+        load.unstarted_shared -= booking.work.shared_kv_tokens
         if not load.prefill_tokens:
             load.anchor_ms = INFINITY
 

@@ -287,8 +287,12 @@ def validate(core: TokenPilot) -> None:
         mine = [b for b in state.bookings.values() if b.instance == name]
         assert load.pairs == sum(pairs(b.work) for b in mine if not b.started)
         assert load.decoding_kv_tokens == sum(b.work.kv_tokens for b in mine if b.started)
+        assert load.unstarted_shared == sum(b.work.shared_kv_tokens for b in mine if not b.started)
+        assert load.shared_kv_tokens == core.pins.shared_tokens(name)
+        assert load.kv_tokens_expected >= 0
         assert load.breaker.trial == "" or load.breaker.trial in state.bookings
     assert sum(len(ids) for ids in state.of_request.values()) == len(state.bookings)
+    assert set(core.pins.bookings()) <= set(state.bookings)
     for pool in state.pools.values():
         held = [w.held for w in pool.waiting.values() if w.held is not None]
         assert pool.held == len(held)
