@@ -15,11 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenfleet import prefix
-from tokenfleet.tokenpilot.digest_table import DigestTable
+from tokenfleet.tokenpilot.digest_table import DigestTable, Numbers
 from tokenfleet.tokenpilot.prefix_index import Chain, PrefixIndex, once
 
 #: an entry of a table: how many hold a digest, times this, and the logarithm of the chunks that it stands for, plus one
-_COUNT = 16
+_COUNT, _SIZE = 16, 15
+
+
+def _chunks(entries: Numbers) -> int:
+    """Chunks that these stand for."""
+    sizes = (entries & _SIZE).astype(np.int64)
+    return int(((1 << sizes) >> 1).sum())
 
 
 class _Held(msgspec.Struct):
@@ -52,10 +58,14 @@ class Pins:
         places = held.table.claim(chain)
         before = held.table.at(places)
         new = before == 0
-        held.table.write(places, np.where(new, _COUNT + stride.bit_length(), before + _COUNT).astype(np.uint32))
+        # Prompts of one beginning may have digests at different distances: a digest stands for the longest of them, so
+        # that too little is taken for shared rather than too much.
+        size = stride.bit_length()
+        after = np.where(before & _SIZE < size, (before & ~np.uint32(_SIZE)) + np.uint32(size), before)
+        held.table.write(places, after + np.uint32(_COUNT))
         held.chunks += len(chain) * stride
+        held.distinct += _chunks(after) - _chunks(before)
         fresh = int(np.count_nonzero(new))
-        held.distinct += fresh * stride
         if fresh:
             self._index.hold(instance, chain if fresh == len(chain) else chain[new], stride)
 
@@ -67,17 +77,18 @@ class Pins:
         instance, chain, stride = found
         held = self._held[instance]
         places = held.table.find(chain)
-        left = held.table.at(places) - _COUNT
+        left = held.table.at(places) - np.uint32(_COUNT)
         last = left < _COUNT
         gone = chain[last]
         held.chunks -= len(chain) * stride
-        held.distinct -= int((1 << (left[last].astype(np.int64) - 1)).sum())
+        held.distinct -= _chunks(left[last])
         left[last] = 0
         held.table.write(places, left)
         if gone.size:
             self._index.drop(instance, gone)
         if not held.chunks:
             del self._held[instance]
+            self._index.clear(instance)
 
     def shared_tokens(self, instance: str) -> int:
         """By how much the bookings' prompts exceed what they occupy together, tokens."""
