@@ -87,6 +87,8 @@ class CapacityView(msgspec.Struct, dict=True):
         self._kinds: dict[str, list[_Kind]] = {}
         #: by kind without its site: (since, until, site → roster), until the next report
         self._everywhere: dict[tuple[str, str, str, str], tuple[float, float, dict[str, Roster]]] = {}
+        #: nobody was heard before this: of the oldest report when it was last looked for
+        self._oldest_ms = -float("inf")
 
     def fold(self, report: CapacityReported, now_ms: float) -> bool:
         """Take a report in; False for one of nobody, and for a redelivery, which makes no old sample fresh again."""
@@ -112,10 +114,14 @@ class CapacityView(msgspec.Struct, dict=True):
 
     def forget(self, before_ms: float) -> None:
         """Drop instances not heard since; keeps the view bounded when instances come and go under new names."""
+        if before_ms <= self._oldest_ms:
+            return
         for instances in self.sites.values():
             for name in [n for n, heard in instances.items() if heard.heard_ms < before_ms]:
                 del instances[name]
                 self._forget_rosters()
+        left = [heard.heard_ms for instances in self.sites.values() for heard in instances.values()]
+        self._oldest_ms = min(left, default=before_ms)  # a clock never goes back: who comes is heard later
 
     def _forget_rosters(self) -> None:
         self._rosters.clear()

@@ -102,7 +102,7 @@ class Caches:
 
     def sent(self, key: PoolKey, ask: Ask, kv_tokens: int | None) -> None:
         """A request was placed at a site; `kv_tokens` is its pool's capacity, None if unknown."""
-        kept = sampled(_chain(ask), ask.prefix_stride)
+        kept = _sampled_of(ask.prefix, ask.prefix_stride)
         if not kept:
             return
         if key not in self._sent and len(self._sent) * 64 > _ENTRIES_MAX:
@@ -118,10 +118,9 @@ class Caches:
 
     def hits(self, ask: Ask, now_ms: float) -> dict[str, int]:
         """Site → prompt tokens that are probably cached there; sites without any are left out."""
-        chain = _chain(ask)
-        if not chain:
+        kept = _sampled_of(ask.prefix, ask.prefix_stride)
+        if not kept:
             return {}
-        kept = sampled(chain, ask.prefix_stride)
         found: dict[str, int] = {}
         for (site, model, version), sent in self._sent.items():
             if model == ask.model and version == ask.version:
@@ -133,7 +132,7 @@ class Caches:
             if model != ask.model or now_ms - summary.heard_ms > SUMMARY_MS:
                 continue
             if summary.mask not in numbers:
-                numbers[summary.mask] = masked(chain, ask.prefix_stride, summary.mask)
+                numbers[summary.mask] = masked(_chain(ask.prefix), ask.prefix_stride, summary.mask)
             chunks = _longest(numbers[summary.mask], summary.digests)
             if chunks * CHUNK_TOKENS > found.get(site, 0):
                 found[site] = min(ask.input_tokens, chunks * CHUNK_TOKENS)
@@ -165,10 +164,16 @@ def _longest(kept: list[tuple[int, bytes]], known: "dict[bytes, int] | frozenset
     return kept[low - 1][0] if low else 0
 
 
-def _chain(ask: Ask) -> bytes:
+@lru_cache(maxsize=2048)
+def _sampled_of(prefix: str, stride: int) -> list[tuple[int, bytes]]:
+    """`sampled` of a chain as it travels: asked for at a request's placement and again when it was assigned."""
+    return sampled(_chain(prefix), stride)
+
+
+def _chain(prefix: str) -> bytes:
     """The packed chain of a request; one that cannot be read has no prefix."""
     try:
-        chain = b64decode(ask.prefix, validate=True)
+        chain = b64decode(prefix, validate=True)
     except (BinasciiError, ValueError):
         return b""
     return chain[: len(chain) - len(chain) % DIGEST_BYTES]

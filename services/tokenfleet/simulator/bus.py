@@ -141,6 +141,8 @@ class Bus:
         self._instance_site = {name: site for site, one in fleet.sites.items() for name in one.instances}
         #: (type, site of capture) → readers that hear every such message, by delay
         self._static: dict[tuple[type[Event], str], list[tuple[float, tuple[Node, ...]]]] = {}
+        #: the same and those that hear this one, which end the key
+        self._known: dict[tuple[Any, ...], list[tuple[float, tuple[Node, ...]]]] = {}
 
     def join(self, node: Node) -> None:
         """A process starts; a TokenPilot is known by its site, a gateway by its name."""
@@ -152,6 +154,7 @@ class Bus:
         else:
             self._whole.setdefault(node.service, []).append(node)
         self._static.clear()
+        self._known.clear()
 
     def place_instance(self, name: str, site: str) -> None:
         """An instance that the fleet file does not name: what concerns it goes to this site's TokenPilot."""
@@ -163,6 +166,7 @@ class Bus:
         del self.nodes[node.name]
         self._gateways.pop(node.name, None)
         self._static.clear()
+        self._known.clear()
 
     def one_way_ms(self, one: str, other: str) -> float:
         """Network time between two sites, ms: half the round trip that the fleet file says."""
@@ -246,7 +250,11 @@ class Bus:
         some = self._sometimes(event, kind)
         if not some:
             return static
-        return [*static, *self._by_delay(some, capture_site)]
+        whole = (kind, capture_site, *some)
+        found = self._known.get(whole)
+        if found is None:
+            found = self._known[whole] = [*static, *self._by_delay(some, capture_site)]
+        return found
 
     def _always(self, kind: type[Event]) -> list[Node]:
         """Nodes that hear every message of a type."""

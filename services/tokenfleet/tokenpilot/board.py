@@ -55,7 +55,7 @@ _LEARNED = (
 #: what scorers need of all these together: worked out per row when one of them changes, not per decision
 _DERIVED = (
     "running", "decoders", "kv_booked", "kv_left", "places_left", "step_room", "kv_read", "step_cost_ms", "half_step",
-    "per_token_ms", "queue_token_ms", "tpot_alone_ms", "full_bucket", "soon_tokens",
+    "per_token_ms", "queue_token_ms", "prefill_least_one", "tpot_alone_ms", "full_bucket", "soon_tokens",
 )  # fmt: skip
 _COLUMNS = (*_REPORTED, *_LEARNED, *_BOOKED, *_DERIVED)
 _LEARNED_AT, _BOOKED_AT = len(_REPORTED), len(_REPORTED) + len(_LEARNED)
@@ -118,6 +118,8 @@ class Board:
     #: time per prompt token, and per token of the prefill that is booked, its attention included
     per_token_ms: Column
     queue_token_ms: Column
+    #: `prefill_tokens`, to be divided by
+    prefill_least_one: Column
     #: time per output token without any prefill beside it
     tpot_alone_ms: Column
     #: `predictor.bucket` of how full of decodes it is
@@ -156,6 +158,8 @@ class Board:
         #: no prompt below this is too long for any of them, tokens
         self.fits_all_tokens = np.inf
         self._usual_slowness: float | None = None
+        #: none was heard before this
+        self._oldest_ms = -_INFINITY
         #: instances that changed since they were mirrored
         self.dirty: set[str] = set()
 
@@ -180,6 +184,7 @@ class Board:
         self.watched, self.dirty = set(), set()
         self.unreachable, self.broken, self.cold = set(), set(), set()
         self.fits_all_tokens, self._usual_slowness = np.inf, None
+        self._oldest_ms = -_INFINITY
 
     def set(self, name: str, heard: Heard, load: Load, model: Model, number: int, now_ms: float) -> None:
         """Mirror one instance: what has not changed since the last time is left as it is."""
@@ -255,6 +260,7 @@ class Board:
             0.5 if decoders > 0 else 0.0,
             per_token_ms,
             per_token_ms + pair_ms * pairs / max(1.0, prefill),
+            max(1.0, prefill),
             # Beside all that is booked, begun or not: they will decode beside it.
             tpot_base + tpot_sequence * (running + 1.0) + tpot_kv * (load.kv_tokens * load.kv_scale + foreign_kv),
             min(4, int(5.0 * decoders / max(1.0, sequences_max))),
@@ -284,7 +290,7 @@ class Board:
         per_token_ms = token_ms + (step_cost_ms + token_ms * self.decoders[rows]) / self.step_room[rows]
         self.step_cost_ms[rows] = step_cost_ms
         self.per_token_ms[rows] = per_token_ms
-        attention_ms = pair_ms * self.pairs[rows] / np.maximum(1.0, self.prefill_tokens[rows])
+        attention_ms = pair_ms * self.pairs[rows] / self.prefill_least_one[rows]
         self.queue_token_ms[rows] = per_token_ms + attention_ms
         self.soon_tokens[rows] = self.knobs.feedback_ms / per_token_ms
 
@@ -335,12 +341,15 @@ class Board:
                 self._origins, self._asks = {}, {}
             known = np.array([self._code(row, ask) for row in range(len(self.names))], np.int8)
             self._origins[origin], self._asks[origin] = known, ask
-        stale = now_ms - self.heard_ms > FRESH_MS
-        any_stale = np.count_nonzero(stale)
+        any_stale = now_ms - self._oldest_ms > FRESH_MS
+        if any_stale:
+            self._oldest_ms = float(self.heard_ms.min()) if self.names else now_ms
+            any_stale = now_ms - self._oldest_ms > FRESH_MS
         if not any_stale and not excluded:
             return known
         codes = known.copy()
         if any_stale:
+            stale = now_ms - self.heard_ms > FRESH_MS
             codes[stale & ((codes == 0) | (codes == CODE["draining"]) | (codes == CODE["not_ready"]))] = CODE["stale"]
         for name in excluded:
             row = self.row.get(name)

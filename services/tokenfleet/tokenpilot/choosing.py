@@ -62,7 +62,7 @@ class Choosing(Desk):
             busy = ahead > 0
         # What does not fit beside the prefill ahead, where there is any.
         over = (asked.prefill_tokens > np.maximum(0.0, board.lookahead_tokens - ahead)) & busy
-        least = float(asked.prefill_tokens.min())
+        least = float(np.minimum.reduce(asked.prefill_tokens))
         pool = self._pool(ask.model, ask.version)
         longest = self._longest(pool, board, ahead, able, least)
         if longest is not None and not self._aged(waiting, least, board, now_ms):
@@ -85,10 +85,14 @@ class Choosing(Desk):
             rows, by_row, ties[at].tolist(), asked.hit_tokens[at].tolist(), asked.shared_kv_tokens(at), strict=True
         )
         candidates: list[Candidate] = []
+        works: dict[tuple[float, float, int | None], Work] = {}
         for row, values, tie, hit, shared in some:
             heard, name, rate = board.heards[row], board.names[row], board.rate.item(row)
             total = heard.report.kv_tokens_total
-            work = policy.work_of(ask, int(hit), situation.decode_tokens, total, int(shared))
+            kind = hit, shared, total
+            work = works.get(kind)
+            if work is None:
+                work = works[kind] = policy.work_of(ask, int(hit), situation.decode_tokens, total, int(shared))
             load = self.state.load(name)
             candidate = Candidate(name, heard, load, int(hit), work, None if rate != rate else rate, tie=tie)
             if codes is not None and codes[row]:
@@ -285,9 +289,12 @@ class Choosing(Desk):
         board = self._board(report.model, now_ms)
         known = self._limits.get((report.model, report.version))
         if known is None or known[0] != now_ms:
-            ahead = board.prefill_tokens - policy.progress(board, now_ms)
             able = board.eligible(next(iter(pool.waiting.values())).request.ask, (), now_ms) == 0
-            longest = self._longest(pool, board, ahead, able, INFINITY)
+            border, needs = self._needed(pool, board, able)
+            longest = None
+            if border < INFINITY:
+                ahead = board.prefill_tokens - policy.progress(board, now_ms)
+                longest = lanes.longest(needs, ahead, able)
             if longest is not None:
                 longest = np.maximum(longest, self._longest_aged(pool, board, now_ms))
             known = self._limits[report.model, report.version] = now_ms, longest
@@ -317,6 +324,11 @@ class Choosing(Desk):
         """Longest prefill that may begin on each instance (`lanes`), where one of so many tokens could be too long."""
         if pool is None or not self._reckons or not self.knobs.lanes:
             return None
+        border, needs = self._needed(pool, board, able)
+        return lanes.longest(needs, ahead, able) if tokens > border else None
+
+    def _needed(self, pool: Pool, board: Board, able: Mask) -> tuple[float, Column]:
+        """The smallest size that may be limited, and the instances that what is below each border needs."""
         key, count = (pool.model, pool.version), int(np.count_nonzero(able))
         known = self._needs.get(key)
         if known is None or known[1] != count or pool.sizes.at_ms - known[0] > _NEEDS_MS:
@@ -324,7 +336,7 @@ class Choosing(Desk):
             first = int(np.argmax(needs >= 1.0))
             border = lanes.LONG * float(lanes.EDGES[first]) if needs[first] >= 1.0 else INFINITY
             known = self._needs[key] = pool.sizes.at_ms, count, border, needs
-        return lanes.longest(known[3], ahead, able) if tokens > known[2] else None
+        return known[2], known[3]
 
     def _aged(self, waiting: Waiting, tokens: float, board: Board, now_ms: float) -> bool:
         """Whether it has been held long enough for others' sake: nobody waits for ever for its lane."""

@@ -102,7 +102,8 @@ class TokenPilot(Folding):
                 offer.unanswered_since_ms = None
         yield from self._repeat_unconfirmed(now_ms)
         for load in self.state.loads.values():
-            load.breaker.settle(now_ms, self.knobs)
+            if load.breaker.opened_ms is not None:
+                load.breaker.settle(now_ms, self.knobs)
         self.state.prune(now_ms - self.knobs.tombstone_ms)
         self._forget(now_ms)
         yield from self._after(now_ms)

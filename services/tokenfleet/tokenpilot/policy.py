@@ -264,7 +264,7 @@ def predicted_latency(situation: Situation, board: Board, asked: Asked) -> dict[
     if left is None:
         left = board.prefill_tokens - progress(board, situation.now_ms)
     ahead = left if situation.bound_tokens is None else left + situation.bound_tokens
-    ahead_pairs = board.pairs * (left / np.maximum(1.0, board.prefill_tokens))
+    ahead_pairs = board.pairs * (left / board.prefill_least_one)
     own_pairs = own * (hit + own / 2.0)
     steps = np.maximum(1.0, (ahead + own) / board.step_room) + board.half_step
     ttft_ms = (
