@@ -269,13 +269,15 @@ class Deciding(Choosing):
         board = situation.board
         if board is None:
             return
-        rows = [board.row[held.home_instance]] if held.bound else np.flatnonzero(situation.able_rows).tolist()
-        for row in rows:
+        if not first and number:
+            return
+        again = situation.able_rows if first else situation.roomy_rows
+        for row in [board.row[held.home_instance]] if held.bound else np.flatnonzero(again).tolist():
             name = board.names[row]
             offer = self._offer_of(name)
-            if first or (offer.unanswered_since_ms is None and number == 0 and situation.roomy_rows[row]):
+            if first or (offer.unanswered_since_ms is None and situation.roomy_rows[row]):
                 offer.declined_until_ms, offer.last_released = -INFINITY, -1
-                self._touch(name)
+                self._ask_about(name)
 
     def _say_again(self, scope: str, booking: Booking, now_ms: float) -> Iterator[Effect]:
         """Answer a repeated question with the same decision: the same id, so the same booking."""

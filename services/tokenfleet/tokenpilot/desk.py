@@ -117,9 +117,13 @@ class Desk:
 
     def _touch(self, name: str) -> None:
         """The instance's load or report changed: its room may be offered."""
+        self._ask_about(name)
+        self._dirty(name)
+
+    def _ask_about(self, name: str) -> None:
+        """Its room may be offered, though its load and its report are what they were."""
         self._touched.add(name)
         self._limits.clear()
-        self._dirty(name)
 
     def _dirty(self, name: str) -> None:
         """Something that its columns show changed."""
@@ -162,7 +166,10 @@ class Desk:
             self._touch(name)
 
     def _offer_of(self, name: str) -> Offer:
-        return self._offers.setdefault(name, Offer())
+        found = self._offers.get(name)
+        if found is None:
+            found = self._offers[name] = Offer()
+        return found
 
     def _is_ours(self, instance: str) -> bool:
         return instance in self.state.view.instances(self.site) or instance in self.fleet.sites[self.site].instances

@@ -129,7 +129,7 @@ class Folding(Rooms):
         offer = self._offers.get(message.instance)
         if offer is not None:
             offer.unanswered_since_ms = None
-        self._touch(message.instance)
+        self._ask_about(message.instance)
         waiting = pool.waiting.get(message.request_id)
         if waiting is None:
             for booking in self.state.bookings_of(message.request_id):

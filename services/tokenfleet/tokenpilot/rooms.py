@@ -181,7 +181,7 @@ class Rooms(Deciding):
         for name in self._instances_of(pool) if pool.held else ():
             offer = self._offers.get(name)
             if offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms:
-                self._touch(name)
+                self._ask_about(name)
 
     def _next_due_ms(self, names: Collection[str], now_ms: float) -> float:
         due = now_ms + TICK_MS
