@@ -340,8 +340,9 @@ class Folding(Rooms):
             limit, prior, multiples = min(FEW, model.samples), model.ttft.prior, model.ttft.multiples
             taught: dict[str, Model] = {}
             for name, other in self._novices(model.key).items():
-                if other.samples < limit and other.ttft.prior == prior:
-                    other.ttft.multiples = multiples  # learning makes new lists: nobody changes this one
+                ttft = other.ttft
+                if other.samples < limit and (ttft.prior is prior or ttft.prior == prior):
+                    ttft.multiples = multiples  # learning makes new lists: nobody changes this one
                     taught[name] = other
             board = self._boards.get(message.model)
             if taught and board is not None:

@@ -24,6 +24,7 @@ is a new level: every coefficient is multiplied by their median ratio, and freed
 """
 
 import math
+from functools import lru_cache
 from operator import mul
 
 import msgspec
@@ -171,6 +172,15 @@ def bucket(ahead_steps: float, decoding: float, sequences_max: float) -> int:
     return queue * _DECODE_BUCKETS + full
 
 
+@lru_cache(maxsize=1024)
+def _priors(c_ms: float) -> tuple[list[float], list[float]]:
+    """Of first token and pace, for this time per prompt token: equal instances share them, so that they compare fast."""
+    return (
+        [_DELAY_MS, c_ms, _PAIRS * c_ms, _STEP_MS + _STEP_TOKENS * c_ms, _KV * c_ms],
+        [_STEP_MS + _WEIGHTS_TOKENS * c_ms, c_ms, _KV * c_ms, c_ms],
+    )
+
+
 #: a prompt of middling length, tokens
 _MIDDLING = 4000.0
 
@@ -195,13 +205,8 @@ class Model(msgspec.Struct):
     @classmethod
     def of(cls, key: str, tokens_per_s: float | None, guess_tokens_per_s: float) -> "Model":
         """Prior from the declared prefill rate; a guess where none is known, not believed before it has learned."""
-        c_ms = 1000.0 / (tokens_per_s or guess_tokens_per_s)
-        return cls(
-            key,
-            Regression.of([_DELAY_MS, c_ms, _PAIRS * c_ms, _STEP_MS + _STEP_TOKENS * c_ms, _KV * c_ms]),
-            Regression.of([_STEP_MS + _WEIGHTS_TOKENS * c_ms, c_ms, _KV * c_ms, c_ms]),
-            tokens_per_s is not None,
-        )
+        ttft, tpot = _priors(1000.0 / (tokens_per_s or guess_tokens_per_s))
+        return cls(key, Regression.of(ttft), Regression.of(tpot), tokens_per_s is not None)
 
     @property
     def slowness(self) -> float:
