@@ -56,18 +56,22 @@ class Pins:
         if held is None:
             held = self._held[instance] = _Held(DigestTable())
         places = held.table.claim(chain)
-        before = held.table.at(places)
-        new = before == 0
+        before = held.table.claimed(places)
+        size = stride.bit_length()
+        held.chunks += len(chain) * stride
+        if not np.count_nonzero(before):
+            held.table.write(places, _COUNT + size)
+            held.distinct += len(chain) * stride
+            self._index.hold(instance, chain)
+            return
         # Prompts of one beginning may have digests at different distances: a digest stands for the longest of them, so
         # that too little is taken for shared rather than too much.
-        size = stride.bit_length()
         after = np.where(before & _SIZE < size, (before & ~np.uint32(_SIZE)) + np.uint32(size), before)
         held.table.write(places, after + np.uint32(_COUNT))
-        held.chunks += len(chain) * stride
         held.distinct += _chunks(after) - _chunks(before)
-        fresh = int(np.count_nonzero(new))
-        if fresh:
-            self._index.hold(instance, chain if fresh == len(chain) else chain[new], stride)
+        fresh = chain[before == 0]
+        if fresh.size:
+            self._index.hold(instance, fresh)
 
     def unpin(self, booking_id: str) -> None:
         """The booking is over; nothing happens where it held nothing."""
@@ -77,18 +81,22 @@ class Pins:
         instance, chain, stride = found
         held = self._held[instance]
         places = held.table.find(chain)
-        left = held.table.at(places) - np.uint32(_COUNT)
+        left = held.table.claimed(places) - np.uint32(_COUNT)
         last = left < _COUNT
-        gone = chain[last]
+        over = int(np.count_nonzero(last))
         held.chunks -= len(chain) * stride
-        held.distinct -= _chunks(left[last])
-        left[last] = 0
-        held.table.write(places, left)
-        if gone.size:
-            self._index.drop(instance, gone)
+        if over == len(chain):
+            held.distinct -= _chunks(left)
+            held.table.write(places, 0)
+            self._index.drop(instance, chain)
+        else:
+            if over:
+                held.distinct -= _chunks(left[last])
+                left[last] = 0
+                self._index.drop(instance, chain[last])
+            held.table.write(places, left)
         if not held.chunks:
             del self._held[instance]
-            self._index.clear(instance)
 
     def shared_tokens(self, instance: str) -> int:
         """By how much the bookings' prompts exceed what they occupy together, tokens."""
@@ -97,7 +105,8 @@ class Pins:
 
     def column(self, chain: Chain, stride: int) -> npt.NDArray[np.float64] | None:
         """Tokens of the prompt's beginning that bookings hold, by instance number; None: nobody holds any."""
-        return self._index.hit_column(chain, stride) if self._held else None
+        hits = self._index.hits(chain, stride) if self._held else ()
+        return self._index.column(hits) if hits else None
 
     def bookings(self) -> Iterable[str]:
         """Those that hold something."""

@@ -201,13 +201,18 @@ class PrefixIndex:
         if use is not None:
             self._take(use.drop(once(np.array(list(digests), np.uint64))), 1 << self.number(instance))
 
-    def hold(self, instance: str, digests: Chain, stride: int) -> None:
-        """The instance holds these, each said once, until `drop`: nothing is forgotten for want of room."""
-        self._use(instance, digests, stride)
+    def hold(self, instance: str, digests: Chain) -> None:
+        """The instance holds these, each said once, until `drop`: whoever says so remembers which, and forgets none."""
+        self._give(digests, 1 << self.number(instance))
 
     def drop(self, instance: str, digests: Chain) -> None:
         """What `hold` said is over."""
-        self._take(self._uses[instance].drop(digests), 1 << self.number(instance))
+        self._take(digests, 1 << self.number(instance))
+
+    @property
+    def known(self) -> int:
+        """Digests that somebody holds."""
+        return len(self._postings)
 
     def anew(self) -> "PrefixIndex":
         """An empty one of the same kind."""
@@ -237,8 +242,12 @@ class PrefixIndex:
 
     def hit_column(self, chain: Chain, stride: int) -> npt.NDArray[np.float64]:
         """Hit tokens by instance number."""
+        return self.column(self.hits(chain, stride))
+
+    def column(self, hits: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+        """`hits` by instance number."""
         column = np.zeros(self.numbers)
-        for tokens, bits in self.hits(chain, stride):
+        for tokens, bits in hits:
             packed = np.frombuffer(bits.to_bytes((self.numbers + 7) // 8, "little"), np.uint8)
             column[np.unpackbits(packed, count=self.numbers, bitorder="little").view(np.bool_)] = tokens
         return column
@@ -264,10 +273,12 @@ class PrefixIndex:
 
     def _use(self, instance: str, digests: Chain, stride: int) -> None:
         new = self._uses.setdefault(instance, _Use()).touch(digests, stride)
-        bit = 1 << self.number(instance)
         if new.size:
-            places = self._postings.claim(new)
-            self._postings.write(places, self._changed(self._postings.claimed(places), bit, True))
+            self._give(new, 1 << self.number(instance))
+
+    def _give(self, digests: Chain, bit: int) -> None:
+        places = self._postings.claim(digests)
+        self._postings.write(places, self._changed(self._postings.claimed(places), bit, True))
 
     def _take(self, digests: Chain, bit: int) -> None:
         if not digests.size:
