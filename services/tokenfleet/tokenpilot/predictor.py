@@ -174,7 +174,7 @@ def bucket(ahead_steps: float, decoding: float, sequences_max: float) -> int:
 
 @lru_cache(maxsize=1024)
 def _priors(c_ms: float) -> tuple[list[float], list[float]]:
-    """Of first token and pace, for this time per prompt token: equal instances share them, so that they compare fast."""
+    """Of first token and pace, for this time per prompt token: equal instances share them and compare fast."""
     return (
         [_DELAY_MS, c_ms, _PAIRS * c_ms, _STEP_MS + _STEP_TOKENS * c_ms, _KV * c_ms],
         [_STEP_MS + _WEIGHTS_TOKENS * c_ms, c_ms, _KV * c_ms, c_ms],
