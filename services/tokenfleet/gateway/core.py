@@ -208,17 +208,7 @@ class Gateway:
             gateway=self.name,
             gateway_incarnation=self.incarnation,
             revision=revision,
-            open=tuple(
-                OpenRequest(
-                    request_id=request_id,
-                    attempt=one.attempt,
-                    phase=one.stage.phase,
-                    booking=one.assigned.id if one.assigned is not None else "",
-                    served_site=one.assigned.site if one.assigned is not None else "",
-                    instance=one.assigned.instance if one.assigned is not None else "",
-                )
-                for request_id, one in self.requests.items()
-            ),
+            open=tuple([_open(request_id, one) for request_id, one in self.requests.items()]),
             closing=closing,
         )
 
@@ -597,3 +587,17 @@ class Gateway:
             excluded=() if final else one.excluded,
             fallback=one.fallback,
         )
+
+
+def _open(request_id: str, one: Open) -> OpenRequest:
+    assigned = one.assigned
+    if assigned is None:
+        return OpenRequest(request_id=request_id, attempt=one.attempt, phase=one.stage.phase)
+    return OpenRequest(
+        request_id=request_id,
+        attempt=one.attempt,
+        phase=one.stage.phase,
+        booking=assigned.id,
+        served_site=assigned.site,
+        instance=assigned.instance,
+    )
