@@ -24,7 +24,7 @@ _FULL = 0.6
 _SPARSE = 0.1
 _SPREAD_EACH = np.uint64(_SPREAD)
 #: so many that did not find their first place free are looked for one by one; more, all at once
-_FEW = 48
+_FEW = 192
 
 
 class DigestTable:
