@@ -88,17 +88,20 @@ class TokenPilot(Folding):
         self._wake_ms = INFINITY
         for request_id in self.state.presence.silent(now_ms):
             yield from self._expire(request_id, "gateway_silent", now_ms)
+        overdue = self._any_overdue(now_ms)
         for scope, pool in self.state.pools.items():
             if self.offices.term(scope):
                 yield from self._refuse_overdue(scope, pool, now_ms)
-                yield from self._fill_unanswered(scope, pool, now_ms)
+                if overdue:
+                    yield from self._fill_unanswered(scope, pool, now_ms)
                 yield from self._think_due(scope, pool, now_ms)
                 self._touch_due(pool, now_ms)
+        answer_ms = self._answer_ms()
         for offer in self._offers.values():
             # Whatever was due is done by now, or its pool holds nothing any more.
             if offer.due_ms <= now_ms:
                 offer.due_ms = INFINITY
-            if offer.unanswered_since_ms is not None and offer.unanswered_since_ms + self._answer_ms() <= now_ms:
+            if offer.unanswered_since_ms is not None and offer.unanswered_since_ms + answer_ms <= now_ms:
                 offer.unanswered_since_ms = None
         yield from self._repeat_unconfirmed(now_ms)
         for load in self.state.loads.values():

@@ -143,8 +143,7 @@ class Rooms(Deciding):
     def _fill_unanswered(self, scope: str, pool: Pool, now_ms: float) -> Iterator[Effect]:
         """SLOMax is silent: fill the instances that it was offered, earliest deadline first, and say so."""
         answer_ms = self._answer_ms()
-        overdue = any(offer.overdue(answer_ms, now_ms) for offer in self._offers.values())
-        for name in self._instances_of(pool) if overdue else ():
+        for name in self._instances_of(pool):
             offer = self._offers.get(name)
             if offer is None or not offer.overdue(answer_ms, now_ms):
                 continue
@@ -165,6 +164,13 @@ class Rooms(Deciding):
             offer.declined_until_ms = now_ms + self.knobs.offer_repeat_ms
             yield Note("offer_unanswered", {"filled": "yes" if filled else "no"}, {"instance": name}, level="info")
 
+    def _any_overdue(self, now_ms: float) -> bool:
+        """Whether any offer at all was not answered in time."""
+        before_ms = now_ms - self._answer_ms()
+        since = [offer.unanswered_since_ms for offer in self._offers.values()]
+        # A hair early: who is overdue is asked of each.
+        return any(at_ms is not None and at_ms <= before_ms + 1.0 for at_ms in since)
+
     def _answer_ms(self) -> float:
         """How long SLOMax may take: it may run at any entry."""
         if self._answers[0] is not self.fleet:
@@ -178,7 +184,12 @@ class Rooms(Deciding):
         return max(self.knobs.offer_answer_ms, 3 * slowest)
 
     def _touch_due(self, pool: Pool, now_ms: float) -> None:
-        for name in self._instances_of(pool) if pool.held else ():
+        if not pool.held:
+            return
+        for name, heard in self.state.view.instances(self.site).items():
+            report = heard.report
+            if report.model != pool.model or report.version != pool.version:
+                continue
             offer = self._offers.get(name)
             if offer is None or offer.due_ms <= now_ms or offer.declined_until_ms <= now_ms:
                 self._ask_about(name)
