@@ -1,16 +1,42 @@
 """TokenPilot's choice alone: everybody has our holds and our order, only where a request goes differs."""
 
+from typing import Any
+
 from benchmarks.evidence import Bars, Cell, Compare, Part, Quick, simulated
+from benchmarks.evidence._simulated import tables
 from benchmarks.evidence.pilot import cells
 
 POLICIES = {"ours": "tokenfleet", "3,2,2": "llm-d+queue", "lmetric": "lmetric+queue", "j": "j+queue"}
 PLACES = ("stable", "knee", "agents", "recorded", "mixed")
 #: the first five minutes; the knee is an overload that lasts and gets its whole trace
 SHORT = {"scenario": {"duration_s": 300, "warmup_s": 60}}
+#: of each instance of the reference fleet so many: with one a pool there is nothing to choose
+COPIES = 3
+
+
+def _copied() -> dict[str, Any]:
+    """The reference fleet's sites with more of each instance, and the GPUs that they need."""
+    sites = tables("reference", {"fleet": {}})["fleet"]["sites"]
+    return {
+        name: {
+            "gpus": COPIES * site["gpus"],
+            "instances": {
+                f"{instance}-x{n}": one for n in range(2, COPIES + 1) for instance, one in site["instances"].items()
+            },
+        }
+        for name, site in sites.items()
+        if "instances" in site
+    }
+
+
 MIXED = {
     "scenario": "reference",
-    "speed": 0.74,
-    "overrides": {"scenario": {"duration_s": 180, "warmup_s": 20}},
+    "speed": 0.75,
+    "overrides": {
+        "scenario": {"duration_s": 180, "warmup_s": 20},
+        "fleet": {"sites": _copied()},
+        "workload": {"rate_per_s": 16.0 * COPIES},
+    },
 }
 #: what is compared: of the mixed workload the chats, as its batches have no first token to hurry for
 METRICS = {place: "class.chat.ttft_p95_s" if place == "mixed" else "ttft_p95_s" for place in PLACES}
@@ -40,7 +66,8 @@ PART = Part(
 The baselines' rules inside our holds, offers and releases (`+queue`), so that only the choice of the instance
 differs: weights (3, 2, 2), LMetric's tokens times requests, and the rule J that ours began with. The loads and
 workloads of the part `pilot` (of the stable load 240 s are counted), and the mixed one of the reference fleet (three
-sites, all classes) at the speed at which FCFS complies for 86% of the tokens.
+sites, all classes) with three of each instance and three times the requests, at the speed at which FCFS complies for
+86% of the tokens.
 """,
     cells=tuple(cell for place in PLACES for cell in _cells(place)),
     traces=("coding-agent",),

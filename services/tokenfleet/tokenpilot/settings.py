@@ -53,7 +53,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     #: price of the delay that a prefill inflicts on each sequence there, in its own time: w
     delay_price: float = 0.05
     #: price of the share of an instance's KV that a request takes for as long as it stays there, where it is full
-    kv_price: float = 5.0
+    kv_price: float = 1.0
     #: price of being late on an instance while another would be in time, in the time that it is late
     late_price: float = 5.0
     #: price of an answer that comes more slowly than promised, in the time that it was promised to take
