@@ -106,7 +106,8 @@ class FleetMind:
         if self.state.presence.hear(now_ms):
             self._renew(now_ms)
         fold = self._folds.get(type(message))
-        self._out += self.long.hear(self.fleet, self.state.capacity, message, now_ms)
+        if self.long.concerns(self.fleet, message):
+            self._out += self.long.hear(self.fleet, self.state.capacity, message, now_ms)
         if fold is not None:
             fold(message, now_ms)
         return self._effects(now_ms)

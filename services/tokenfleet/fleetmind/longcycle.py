@@ -22,7 +22,7 @@ from tokenfleet.fleetmind.planning.planner import Planned, PoolFacts, Rules, Str
 from tokenfleet.fleetmind.planning.reservations import site_gpus
 from tokenfleet.fleetmind.planning.warmpool import Idle
 from tokenfleet.fleetmind.planning.work import Curve, Demand, Engine
-from tokenfleet.fleetmind.promises import PLAN_SCOPE, Promises, PromiseState
+from tokenfleet.fleetmind.promises import HEARD, PLAN_SCOPE, Promises, PromiseState
 from tokenfleet.offices import Offices
 from tokenfleet_schemas.admission import AdmissionDecided
 from tokenfleet_schemas.event import Event
@@ -114,6 +114,17 @@ class PlanState(msgspec.Struct):
     unserved: dict[str, float] = {}
 
 
+#: messages that change something here, whether anybody plans or not
+_HEARD: frozenset[type[Event]] = HEARD | {
+    AdmissionDecided,
+    OutcomeFinished,
+    PlanMade,
+    PlanIssued,
+    PlanApplied,
+    ReservationOwned,
+}
+
+
 class LongCycle:
     """The long cycle of one FleetMind replica."""
 
@@ -141,6 +152,10 @@ class LongCycle:
         self._state, self.promises.state = state, state.promises
 
     # ------------------------------------------------------------------ what FleetMind calls
+
+    def concerns(self, fleet: Fleet, message: Event) -> bool:
+        """Whether `hear` has anything to do: of a dozen messages per request two are for it, unless it plans."""
+        return type(message) in _HEARD or fleet.planning.mode == "on"
 
     def hear(self, fleet: Fleet, capacity: CapacityView, message: Event, now_ms: float) -> Iterator[Effect]:
         """Fold one event; `capacity` is FleetMind's own view."""

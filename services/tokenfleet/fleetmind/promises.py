@@ -24,6 +24,10 @@ from tokenfleet_schemas.reservation import (
     ReservationWithdrawn,
 )
 
+#: what `Promises.hear` folds
+HEARD: frozenset[type[Event]] = frozenset(
+    {ReservationRequested, ReservationWithdrawn, ReservationGranted, ReservationRefused, ReservationRevoked}
+)
 #: the office that plans and grants; one for the whole fleet, because sites' GPUs are shared by all models
 PLAN_SCOPE = "plan:fleet"
 #: a holder that asked for nothing for so long lends its promise, ms
