@@ -58,7 +58,7 @@ def _hit_share(situation: Situation, c: Candidate) -> float:
 
 def _kv_share(c: Candidate) -> float:
     total = c.heard.report.kv_tokens_total
-    return min(1.0, c.load.kv_tokens / total) if total else 0.0
+    return min(1.0, c.load.kv_tokens_taken / total) if total else 0.0
 
 
 def random_choice(_situation: Situation, candidates: Sequence[Candidate]) -> list[float]:
@@ -128,7 +128,9 @@ def affinity(situation: Situation, candidates: Sequence[Candidate]) -> list[floa
 
 def dynamo(_situation: Situation, candidates: Sequence[Candidate]) -> list[float]:
     """Dynamo's KV router: blocks to prefill, less the overlap, plus blocks being decoded; temperature 0."""
-    return [(_backlog(c) + max(0, c.load.kv_tokens - c.load.prefill_tokens)) / _BLOCK_TOKENS for c in candidates]
+    return [
+        (_backlog(c) + max(0.0, c.load.kv_tokens_taken - c.load.prefill_tokens)) / _BLOCK_TOKENS for c in candidates
+    ]
 
 
 def mooncake(_situation: Situation, candidates: Sequence[Candidate]) -> list[float]:
@@ -149,9 +151,9 @@ def work_and_delay(_situation: Situation, candidates: Sequence[Candidate]) -> li
     found = []
     for c in candidates:
         total = c.heard.report.kv_tokens_total or 0
-        excess = max(0, c.load.kv_tokens + c.work.kv_tokens - total) if total else 0
+        excess = max(0.0, c.load.kv_tokens_taken + c.work.own_kv_tokens - total) if total else 0.0
         stay_ms = c.work.decode_tokens * (c.load.tpot_ms or _UNKNOWN_TPOT_MS)
-        kv_ms = excess * stay_ms / max(1, c.load.kv_tokens)
+        kv_ms = excess * stay_ms / max(1.0, c.load.kv_tokens_taken)
         own_ms = c.terms["own_ms"]
         found.append(c.terms["wait_ms"] + own_ms + kv_ms + (_MU + _W * c.load.sequences) * own_ms)
     return found

@@ -70,7 +70,7 @@ class Saturation:
         if not loads:
             return []
         queued = [load.sequences - load.decoding for load, _ in loads]
-        shares = [load.kv_tokens / total if total else 0.0 for load, total in loads]
+        shares = [load.kv_tokens_taken / total if total else 0.0 for load, total in loads]
         mean = sum(max(q / QUEUE_DEPTH, kv / KV_SHARE) for q, kv in zip(queued, shares, strict=True)) / len(loads)
         if mean >= 1.0:
             return [0] * len(loads)

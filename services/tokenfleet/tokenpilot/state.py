@@ -240,6 +240,11 @@ class Load(msgspec.Struct):
         shared = max(0, self.shared_kv_tokens - self.unstarted_shared)
         return max(0, self.decoding_kv_tokens - shared)
 
+    @property
+    def kv_tokens_taken(self) -> float:
+        """KV tokens that are taken: by our bookings, as expected, and by what is not ours."""
+        return self.kv_tokens_expected + self.foreign_kv_tokens
+
     def all_kv_tokens(self) -> float:
         """KV tokens that the decodes of a step will read once all that is booked has begun."""
         return self.kv_tokens * self.kv_scale + self.foreign_kv_tokens

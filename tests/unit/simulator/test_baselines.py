@@ -33,6 +33,8 @@ def bench(
             prefill_tokens=load.get("prefill", 0),
             kv_tokens=load.get("kv", 0),
             decoding=load.get("decoding", 0),
+            shared_kv_tokens=load.get("shared", 0),
+            unstarted_shared=load.get("shared", 0),
         )
         hit = load.get("hit", 0)
         work = Work(prefill_tokens=max(1, input_tokens - hit), decode_tokens=100, kv_tokens=input_tokens + 100)
@@ -69,6 +71,9 @@ def chosen(rule: str, *loads: dict[str, Any]) -> str:
         ("mooncake", [{"prefill": 600}, {"hit": 500, "prefill": 1000}], "b-1"),
         # (0+1000)·(5+1) against (3000+1000)·(0+1)
         ("lmetric", [{"sequences": 5}, {"prefill": 3000}], "b-1"),
+        # KV that sequences hold in common fills an engine once: everybody's gauge says so, not ours alone
+        ("llm-d", [{"kv": 150_000, "shared": 120_000}, {"kv": 60_000}], "b-0"),
+        ("dynamo", [{"kv": 50_000, "shared": 40_000}, {"kv": 12_000}], "b-0"),
         # 100 ms own, six times priced, against 20 ms own and a wait of 300 ms
         ("j", [{}, {"hit": 800, "prefill": 3000}], "b-1"),
         ("j", [{}, {"hit": 800, "prefill": 9000}], "b-0"),
