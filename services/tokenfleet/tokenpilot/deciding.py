@@ -137,7 +137,9 @@ class Deciding(Choosing):
         self._book_assigned(pool, assigned, now_ms, request=request)
         yield Publish(assigned)
         yield Note("assigned", {"how": how})
-        self._expect_cached(ask, assigned.instance)  # after the answer has left: nobody waits for it
+        # After the answer has left: nobody waits for it.
+        self._pin(assigned, ask)
+        self._expect_cached(ask, assigned.instance)
 
     def _book_assigned(
         self, pool: Pool, assigned: PlacementAssigned, now_ms: float, *, request: PlacementRequested | None
@@ -163,10 +165,6 @@ class Deciding(Choosing):
             forecast=self._forecast(assigned, waiting.request.ask.entry if waiting is not None else "", now_ms),
         )
         self.state.book(booking)
-        asked = request or (waiting.request if waiting is not None else None)
-        if asked is not None:
-            self.pins.pin(booking.id, booking.instance, self._chain(asked.ask), asked.ask.prefix_stride)
-            self.state.load(booking.instance).shared_kv_tokens = self.pins.shared_tokens(booking.instance)
         work_ms = self._work_ms(assigned.instance, assigned.work)
         pool.sizes.learn(assigned.work.prefill_tokens, now_ms, work_ms)
         if not booking.confirmed:
@@ -189,6 +187,11 @@ class Deciding(Choosing):
         home = min((c for c in candidates if not c.out), key=policy.preference, default=None)
         if home is None or home.name != held.home_instance or not policy.bound(situation, home):
             yield from self._hold(scope, pool, waiting, situation, candidates, now_ms, number=held.after_release)
+
+    def _pin(self, assigned: PlacementAssigned, ask: Ask) -> None:
+        """The prompt will be held in that instance's KV until the booking ends."""
+        self.pins.pin(assigned.id, assigned.instance, self._chain(ask), ask.prefix_stride)
+        self.state.load(assigned.instance).shared_kv_tokens = self.pins.shared_tokens(assigned.instance)
 
     def _expect_cached(self, ask: Ask, instance: str) -> None:
         """The prompt will be in that instance's cache."""

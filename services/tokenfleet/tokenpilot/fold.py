@@ -167,6 +167,7 @@ class Folding(Rooms):
         waiting = pool.waiting.get(message.request_id)
         self._book_assigned(pool, message, now_ms, request=None)
         if waiting is not None:
+            self._pin(message, waiting.request.ask)
             self._expect_cached(waiting.request.ask, message.instance)
 
     def _declined(self, message: PlacementDeclined, now_ms: float) -> Iterator[Effect]:
