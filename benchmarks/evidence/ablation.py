@@ -77,22 +77,22 @@ def _compare(what: str, ours: str, theirs: str, expect: Any = 1) -> list[Compare
 
 
 FINDINGS = """
-- **Ordering is the largest lever on mixed work**: 17 points from FCFS to feasible EDF under their placement, 15 under
-  ours. Plain EDF is 8 points behind: it goes on serving what is lost. SJF is in between.
-- **Holding before the engine is the largest on long prompts**: 56 points on the trace with FCFS in both, none on the
+- **Ordering is the largest lever on mixed work**: 16 points from FCFS to feasible EDF under their placement and under
+  ours. Plain EDF is 6 points behind: it goes on serving what is lost. SJF is in between.
+- **Holding before the engine is the largest on long prompts**: 63 points on the trace with FCFS in both, none on the
   reference fleet. A hold that does not fit an instance's look-ahead is passed by one that does, so `FCFS` in our
   holds lets short prompts by, which an engine's queue does not.
-- **Placement adds little once holds are ordered**: with FCFS 3 points on the reference fleet and 8 on the trace, with
-  feasible EDF or our pools it is undecided. The reference fleet has one instance of a model version at most sites, so
-  there is hardly a choice; and once holds are ordered, time to the first token, not compliance, shows what placement
-  saves.
-- **Our pools do not beat feasible EDF in compliance**: undecided on both, and level in the mean. What they are for,
-  floods of one tenant or class, neither load has; the part `admission` has one.
+- **Placement adds little once holds are ordered**: with FCFS one point on the reference fleet and three on the trace,
+  less with feasible EDF or our pools, all of it undecided. The reference fleet has one instance of a model version at
+  most sites, so there is hardly a choice; and once holds are ordered, time to the first token, not compliance, shows
+  what placement saves.
+- **Our pools hardly beat feasible EDF in compliance**: by half a point on the reference fleet, level on the trace.
+  What they are for, floods of one tenant or class, neither load has; the part `admission` has one.
 - **Shares that follow compliance change nothing in a minute**: not one figure.
 - **Others' admission**: a limit of 8 requests per instance (as many as the engine runs at once) is worth 8 points
-  over none, a saturation gate three. The split equals the engine's queue: with one instance in a pool there is nothing
-  to split, so that comparison says no more than the first.
-- **The tail pays**: with feasible EDF the last requests of the trace wait 170 to 180 s at P99.9, two and a half times
+  over none, a saturation gate three. The split equals the engine's queue: with one instance in a pool there is
+  nothing to split, so that comparison says no more than the first.
+- **The tail pays**: with feasible EDF the last requests of the trace wait 160 to 170 s at P99.9, two and a half times
   as long as in the engine's queue, and where some are refused the P99.9 is *never*. By class and tenant: part
   `ablation_tails`.
 - **The clairvoyant bound is 100% at both loads** and so tells nothing: by compute alone, with a perfect cache and

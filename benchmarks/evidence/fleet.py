@@ -136,6 +136,9 @@ FINDINGS = """
 - *Local only* is no straw man: B alone runs as many sequences as come at their promised pace, and refuses the rest with
   a reason (ADR 25). Without that, at the same load, nearly nothing complied there, and of the bound clients of the
   saturated zone least: all 256 sequences ran, and none of their tokens came in time.
+- *A dead engine* of C's costs more than the tenth allowed: B is full then, and how many sequences it may run is limited
+  only after a hundred late answers (ADR 25). The first form of that limit, after thirty, lost 7% here, and at
+  the hot site alone nearly half again as much complied; but it made agents that kept their promises wait for a minute.
 - *Flaps* are conversations that changed their site three times or more. At the hot site a few of some two thousand do:
   each change is a turn for which neither its home nor the site of its last turn had a place. They became fewer when a
   conversation was kept where its last turn was (before: where 30% more of its prompt is cached). To have none it would

@@ -117,7 +117,7 @@ FINDINGS = """
 The loop closes. After the shift predictions, diversion and shares follow: the engines that turned slow are predicted to
 be, `interactive`, which suffers most, is guaranteed more of the home site, and less is diverted than where the home
 site's well engines are still taken for the slow ones. Stopping all of it at the shift costs more than five points in
-the mean, of tokens as of requests; the interval of the first reaches below five points, not to zero.
+the mean, of tokens as of requests; both intervals reach below five points, not to zero.
 
 What learns the fastest is worth the most. Nearly all of the gain is TokenPilot's, which believes in a new level of an
 engine's pace after five answers, where its regression alone needed a hundred and more. Moving the shares makes no

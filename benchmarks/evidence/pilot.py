@@ -42,20 +42,20 @@ FINDINGS = """
   defined by.
 - *What limits P50 at the stable load.* Half of the requests need the floor for their own prefill alone. Between floor
   and ours lie the step that is under way when a request comes, and the decodes and other prefills that share its
-  steps: no choice of an instance takes them away at these loads.
+  steps: no choice of an instance takes them away at these loads. Sixteen 8B instances leave the median nothing at all:
+  the weights' is as near to the floor as ours.
 - *What limits P95 at the stable load*: mostly own prefill of prompts of 50,000 tokens and more, as the floor shows.
+- *Cache.* Ours hit two thirds as often as the weights on 8B until it counted KV that sequences hold in common once (ADR
+  29): turns that came while the last one was being answered found no room for what was there. What it still gives up
+  against the weights it gives up for shorter queues.
 - *What limits the agents.* P50's goal lies below its floor. Placement has little left: hits are as near to the
   floor's as the table says, and what is not cached is what the session has added. The rest of P95 is waiting inside
   the engine, behind prefills of up to 20,000 tokens that begin a session: engines serve them first come first served,
   and whoever has its cache there pays more elsewhere. Recorded sessions begin with prompts of 10,000 to 100,000 tokens
-  of their own.
-- *With more agents ours is behind*: the pace is the limit, each step reads the context of a hundred and more sequences,
-  and while neither complies well, the weights' first tokens come in half the time. Why was not found.
-- *8B at the stable load*: the median is behind too, as ours hits two thirds as often there, and shorter queues
-  do not make up for it where queues are short anyway.
-- *Cache.* The weights hit more on the conversations: they send a prompt to its cache whatever that costs. Ours gives
-  up some hits for shorter queues; hits of the joint cache are the bound for both.
-- *P99* is behind at the stable loads: what cannot be on time waits behind all that can (`admission`).
+  of their own: there the floor of P95 is most of what is left.
+- *With more agents* the pace is the limit, each step reads the context of a hundred and more sequences. Ours was behind
+  here, for three reasons (ADR 28): it held requests for KV that was free, predicted the pace from those that decode
+  without those about to, and let all that are slow anyway wait for the least slow.
 - *Tried.* Look-ahead of half a chunk, one, two to four, and by time (ADR 24): one is best for P50 and no worse for
   the agents. A price of the delay inflicted four times as high: nothing that shows. Shortest first instead of
   SLOMax's order: no better at P50, worse at P99. Lanes for long prefills: a little near the knee, nothing where loads

@@ -295,6 +295,26 @@ def test_an_adapter_request_goes_only_where_the_adapter_is() -> None:
     assert {c.out for c in waiting.candidates} == {"no_adapter"}
 
 
+def test_what_waits_for_an_adapter_whose_only_instance_went_is_refused_or_goes_where_it_was_loaded() -> None:
+    """P17: the only instance with an adapter was removed; what waited for it hung, or the base model answered."""
+    pilot = Pilot()
+    pilot.report("b-1", adapters=("l",))
+    pilot.report("b-1", adapters=("l",), ready=False)
+    first, second = held(pilot, "first", adapter="l"), held(pilot, "second", adapter="l", patience_ms=60_000)
+    assert first.lacks == second.lacks == "instance"
+    said = []
+    for n in range(8):
+        pilot.now_ms += 2000
+        said += [*pilot.lease(n, "first", "second"), *pilot.report("b-0"), *pilot.wake()]
+    refused = only(said, PlacementRefused)
+    assert (refused.request_id, refused.status) == ("first", 503)
+    assert none_of(said, PlacementAssigned), "the base model is there and idle all the time"
+    said = [*pilot.report("b-0", adapters=("l",)), *pilot.wake()]
+    again = [event for event in said if isinstance(event, PlacementHeld | PlacementAssigned)]
+    assert [event.request_id for event in again] == ["second"]
+    assert isinstance(again[0], PlacementAssigned) or again[0].home_instance == "b-0"
+
+
 def test_an_old_report_is_no_report() -> None:
     """An agent died; its last word, all well, was believed for minutes. Judged by when it reached us."""
     pilot = Pilot()
